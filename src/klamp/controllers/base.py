@@ -1,0 +1,112 @@
+"""What every controller shares: its state as a value, the protocol, and the checks of its settings.
+
+A controller is a frozen dataclass of settings. ``init()`` makes a :class:`State`; ``update(state, kl, n)`` returns the
+next one and changes nothing. So a resumed run continues to the bit, every rank holds the same beta, and a logged KL
+series can be replayed through another controller.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from klamp.errors import ConfigError, require_number
+from klamp.masked import Unit, check_unit
+
+Bounds = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class State:
+    """The price and what it took to find it. Plain numbers only: it goes to JSON and back without loss."""
+
+    beta: float
+    """The price of one nat: reward, or standard deviations of advantage where those are normalised."""
+    updates: int = 0
+    """Updates that counted."""
+    skipped: int = 0
+    """Updates left out because the KL was NaN or infinite."""
+
+    kinds: ClassVar[dict[str, type[State]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        State.kinds[cls.__name__] = cls
+
+    def to_dict(self) -> dict[str, Any]:
+        """A dictionary of JSON values; :meth:`from_dict` reverses it."""
+        return {"kind": type(self).__name__, **asdict(self)}
+
+    @staticmethod
+    def from_dict(saved: Mapping[str, Any]) -> State:
+        """The state that :meth:`to_dict` wrote, of the class that wrote it."""
+        kind = State.kinds.get(saved.get("kind", "State"))
+        names = {f.name for f in fields(kind)} if kind else set()
+        given = {k: v for k, v in saved.items() if k != "kind"}
+        if kind is None or set(given) != names:
+            raise ConfigError(
+                f"a saved controller state has kind {saved.get('kind')!r} and fields {sorted(given)}, which this "
+                f"version does not write. Kinds: {sorted(State.kinds)}. Start the controller anew with init()."
+            )
+        return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
+
+    def to_json(self) -> str:
+        """:meth:`to_dict` as JSON text."""
+        return json.dumps(self.to_dict(), allow_nan=False)
+
+    @staticmethod
+    def from_json(text: str) -> State:
+        """The state that :meth:`to_json` wrote."""
+        return State.from_dict(json.loads(text))
+
+
+State.kinds["State"] = State
+S = TypeVar("S", bound=State)
+
+
+class Controller(Protocol):
+    """Settings with ``init`` and a pure ``update``; :class:`klamp.Stateful` makes an object with ``.value`` of one."""
+
+    def init(self) -> State:
+        """The state before the first update."""
+        ...
+
+    def update(self, state: Any, kl: float, n: int = 1) -> State:
+        """The state after observing ``kl``, measured over ``n`` sequences."""
+        ...
+
+
+def skip(state: S, kl: float) -> S | None:
+    """The state to return when ``kl`` is NaN or infinite: unchanged but for the count. None when ``kl`` is a number."""
+    return None if math.isfinite(kl) else replace(state, skipped=state.skipped + 1)
+
+
+def clip(x: float, low: float, high: float) -> float:
+    """``x`` inside [low, high]."""
+    return min(max(x, low), high)
+
+
+def check_target(name: str, target: object, per: object) -> None:
+    """A controller's target is a positive number with a unit."""
+    unit: Unit = check_unit(f"{name}.per", per)
+    require_number(
+        f"{name}.target",
+        target,
+        above=0,
+        way_out=f"It is a KL in nats per {unit}; for a constant coefficient use Fixed(beta=...).",
+    )
+
+
+def check_bounds(name: str, bounds: Bounds | None, *, around: float | None = None, field: str = "init_beta") -> None:
+    """Bounds are (low, high) with 0 <= low < high, and contain the starting price."""
+    if bounds is None:
+        return
+    if not isinstance(bounds, tuple | list) or len(bounds) != 2:
+        raise ConfigError(f"{name}.bounds must be a pair (low, high), got {bounds!r}. Example: bounds=(1e-4, 10.0).")
+    low = require_number(f"{name}.bounds[0]", bounds[0], at_least=0, way_out="A price is never negative.")
+    if math.isnan(float(bounds[1])) or not low < float(bounds[1]):
+        raise ConfigError(f"{name}.bounds must be (low, high) with low < high, got {bounds!r}. Swap the two.")
+    if around is not None and not low <= around <= bounds[1]:
+        raise ConfigError(f"{name}.{field} must lie inside bounds {bounds!r}, got {around!r}. Widen the bounds.")
