@@ -50,7 +50,8 @@ class State:
                 f"a saved controller state has kind {saved.get('kind')!r} and fields {sorted(given)}, which this "
                 f"version does not write. Kinds: {sorted(State.kinds)}. Start the controller anew with init()."
             )
-        return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+        return kind(**values)
 
     def to_json(self) -> str:
         """:meth:`to_dict` as JSON text."""

@@ -1,0 +1,51 @@
+"""One object with ``.value`` and ``.update``: any controller as a drop-in where a framework calls its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from klamp.controllers.base import Controller, State
+from klamp.errors import ConfigError
+
+
+class Stateful:
+    """A controller with its state, called as ROLL, trlx, verl and OpenRLHF call theirs: ``.value``, ``.update(...)``.
+
+    Unlike theirs it is saved: put ``state_dict()`` in the checkpoint.
+    """
+
+    def __init__(self, controller: Controller, state: State | None = None) -> None:
+        self.controller = controller
+        self.state = controller.init() if state is None else state
+
+    @property
+    def value(self) -> float:
+        """The current beta."""
+        return self.state.beta
+
+    def update(self, current: Any = None, n_steps: int = 1, *, current_kl: Any = None) -> None:
+        """Observe a KL (a number or a tensor of one) over ``n_steps`` sequences; verl's ``current_kl=`` works too."""
+        if (current is None) == (current_kl is None):
+            raise ConfigError(
+                f"Stateful.update takes one KL, got current={current!r} and current_kl={current_kl!r}. Pass either."
+            )
+        kl = current_kl if current is None else current
+        self.state = self.controller.update(self.state, float(kl), int(n_steps))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as plain JSON values."""
+        return self.state.to_dict()
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`."""
+        state = State.from_dict(saved)
+        fresh = self.controller.init()
+        if type(state) is not type(fresh):
+            raise ConfigError(
+                f"the saved state is a {type(state).__name__}, {type(self.controller).__name__} needs a "
+                f"{type(fresh).__name__}. Load it into the kind of controller that saved it."
+            )
+        self.state = state
+
+    def __repr__(self) -> str:
+        return f"Stateful({self.controller!r}, value={self.value:.6g})"

@@ -1,0 +1,285 @@
+"""What a kernel is asked to do, checked once: rows of hidden states, heads, tokens, and the terms of a loss.
+
+Shapes: N rows (tokens, flattened), n of them counted, H hidden, V vocabulary. Row i of ``hidden`` predicts
+``tokens[i]``: shifting is the caller's. Rows outside the mask are never read, so they cost nothing and may hold anything.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from klamp.errors import ConfigError, require_number, unknown
+from klamp.masked import as_mask, same_shape
+
+Form = Literal["k2", "k3", "weighted_k3", "exact", "sequence_exact"]
+FORMS: tuple[str, ...] = get_args(Form)
+Number = float | Tensor
+
+
+class TokenStats(NamedTuple):
+    """Per token, in nats, float32 or wider, in the shape of ``tokens``; 0 outside the mask."""
+
+    logp: Tensor
+    """log π(token)."""
+    ref_logp: Tensor | None
+    """log ref(token); constant. None without a reference."""
+    kl: Tensor | None
+    """KL(π‖ref) over the whole vocabulary, never negative. None unless the reference's hidden states were given."""
+    entropy: Tensor
+    """−Σ π log π over the whole vocabulary."""
+
+
+class RowStats(NamedTuple):
+    """The same for the n counted rows, with the two normalisers that a backward pass needs again."""
+
+    logp: Tensor
+    ref_logp: Tensor | None
+    kl: Tensor | None
+    entropy: Tensor
+    lse: Tensor
+    ref_lse: Tensor | None
+
+
+class Upstream(NamedTuple):
+    """dL/dlogp, dL/dkl and dL/dentropy of n rows; None where the loss does not use the quantity."""
+
+    logp: Tensor | None
+    kl: Tensor | None
+    entropy: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """``z = softcap · tanh(logit_scale · x / softcap) / temperature``, x the product with the head; no softcap, no tanh."""
+
+    temperature: float = 1.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        way_out = "1.0 leaves the logits alone."
+        require_number("temperature", self.temperature, above=0, way_out=way_out)
+        if self.softcap is not None:
+            require_number("softcap", self.softcap, above=0, way_out="None means no soft-capping.")
+        require_number("logit_scale", self.logit_scale, way_out=way_out)
+        if self.logit_scale == 0:
+            raise ConfigError("logit_scale must not be 0: every policy would be uniform. " + way_out)
+
+    @property
+    def plain(self) -> bool:
+        """True where z is x itself."""
+        return self.softcap is None and self.logit_scale == self.temperature
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One model's last step: ``x = hidden · headᵀ + bias``. hidden [N, H], head [V, H], bias [V]."""
+
+    hidden: Tensor
+    head: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Counted rows of a policy and, where given, of its reference. ``index`` is None where every row counts."""
+
+    policy: Side
+    reference: Side | None
+    tokens: Tensor
+    index: Tensor | None
+    scaling: Scaling
+    shape: tuple[int, ...]
+
+    def rows(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """Counted rows ``start:stop`` of x [N, ...]."""
+        return x[start:stop] if self.index is None else x.index_select(0, self.index[start:stop])
+
+    def compact(self, x: Tensor | None) -> Tensor | None:
+        """A per-token tensor of the caller's shape, as n counted rows."""
+        if x is None:
+            return None
+        flat = x.detach().reshape(-1)
+        return flat if self.index is None else flat.index_select(0, self.index)
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """n counted rows back in the caller's shape, 0 elsewhere."""
+        if self.index is None:
+            return rows.view(self.shape)
+        out = rows.new_zeros(math.prod(self.shape))
+        return out.index_copy_(0, self.index, rows).view(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The loss of a counted token: ``-min(r A, clip(r) A) - r A' + beta · w · K``, r = π/μ, K the chosen KL form.
+
+    ``knobs`` is [beta, lower clip, upper clip] on the device: they steer without a recompilation.
+    """
+
+    form: Form | None
+    knobs: Tensor
+    tail: float | None
+    advantages: Tensor
+    old_logp: Tensor | None
+    ref_logp: Tensor | None
+    kl_weights: Tensor | None
+    unclipped: Tensor | None
+
+    def rows(self, start: int, stop: int) -> Terms:
+        def cut(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[start:stop]
+
+        return Terms(
+            self.form,
+            self.knobs,
+            self.tail,
+            self.advantages[start:stop],
+            cut(self.old_logp),
+            cut(self.ref_logp),
+            cut(self.kl_weights),
+            cut(self.unclipped),
+        )
+
+
+class Plan(NamedTuple):
+    """How many rows are held at a time: ``chunk`` rows of logits of both models, ``block`` rows of gradient."""
+
+    chunk: int
+    block: int
+
+
+class Ops(Protocol):
+    """What the eager and the fused kernels each provide. Logits are [rows, V]; both buffers may be overwritten."""
+
+    def plan(self, work: Work, *, trains_head: bool) -> Plan: ...
+
+    def width(self, vocabulary: int) -> int: ...
+
+    def statistics(self, z: Tensor, ref: Tensor | None, tokens: Tensor, scaling: Scaling) -> RowStats: ...
+
+    def gradient(
+        self, z: Tensor, ref: Tensor | None, tokens: Tensor, stats: RowStats, up: Upstream, scaling: Scaling
+    ) -> None: ...
+
+    def loss_gradient(
+        self, z: Tensor, ref: Tensor | None, tokens: Tensor, terms: Terms, scaling: Scaling
+    ) -> tuple[Tensor, RowStats]: ...
+
+
+def side(name: str, hidden: Tensor, head: Tensor, bias: Tensor | None) -> Side:
+    """Hidden states as rows beside their head, refused by name where they do not fit."""
+    prefix = "" if name == "policy" else "ref_"
+    for label, x in ((f"{prefix}hidden", hidden), (f"{prefix}head", head)):
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise ConfigError(f"{label} must be a floating-point tensor, got {got}. Pass the head's weight [V, H].")
+        if type(x).__name__ == "DTensor":
+            raise ConfigError(
+                f"{label} is a DTensor (sharded). Gather it with .full_tensor(), or run the model's own head and use "
+                "token_stats_from_logits."
+            )
+    if head.dim() != 2 or head.shape[0] < 1 or head.shape[1] != hidden.shape[-1]:
+        raise ConfigError(
+            f"{prefix}head must be [V, {hidden.shape[-1]}] to go with {prefix}hidden {tuple(hidden.shape)}, "
+            f"got {tuple(head.shape)}. Pass lm_head.weight, not its transpose."
+        )
+    if bias is not None and tuple(bias.shape) != (head.shape[0],):
+        raise ConfigError(f"{prefix}bias must be [{head.shape[0]}], got {tuple(bias.shape)}. None means no bias.")
+    return Side(hidden.reshape(-1, hidden.shape[-1]), head, bias)
+
+
+def counted(mask: Tensor | None, tokens: Tensor) -> Tensor | None:
+    """Indices of the counted rows; None where there is no mask, so that nothing waits for the device."""
+    return None if mask is None else as_mask(mask, tokens).reshape(-1).nonzero().squeeze(1)
+
+
+def prepare(
+    policy: Side, reference: Side | None, tokens: Tensor, mask: Tensor | None, scaling: Scaling
+) -> Work:
+    """The Work, with tokens compacted and checked."""
+    if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.dtype == torch.bool:
+        got = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ConfigError(f"tokens must be an integer tensor of ids, got {got}. Pass the sampled token ids.")
+    vocabulary = policy.head.shape[0]
+    for name, s in (("hidden", policy), ("ref_hidden", reference)):
+        if s is not None and s.hidden.shape[0] != tokens.numel():
+            raise ConfigError(
+                f"{name} has {s.hidden.shape[0]} rows for {tokens.numel()} tokens {tuple(tokens.shape)}. Row i must "
+                "be the state that predicts tokens[i]: drop the last state and the first token."
+            )
+    if reference is not None and reference.head.shape[0] != vocabulary:
+        raise ConfigError(
+            f"ref_head has a vocabulary of {reference.head.shape[0]}, head of {vocabulary}; a KL needs one vocabulary. "
+            "Cut both to the ids they share."
+        )
+    index = counted(mask, tokens)
+    work = Work(policy, reference, tokens, index, scaling, tuple(tokens.shape))
+    kept = work.compact(tokens)
+    assert kept is not None
+    check_tokens(kept, vocabulary)
+    return Work(policy, reference, kept.long(), index, scaling, tuple(tokens.shape))
+
+
+def check_tokens(tokens: Tensor, vocabulary: int) -> None:
+    """Refuse ids outside the vocabulary on the CPU; on a device the kernels answer NaN rather than wait."""
+    if tokens.device.type == "cpu" and tokens.numel():
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= vocabulary:
+            raise ConfigError(
+                f"tokens must be in 0..{vocabulary - 1} where the mask counts, got {low if low < 0 else high}. "
+                "Mask padding and prompt out."
+            )
+
+
+def terms(
+    work: Work,
+    form: Form | None,
+    knobs: tuple[Number, Number, Number],
+    tail: float | None,
+    per_token: dict[str, Tensor | None],
+) -> Terms:
+    """The Terms of the counted rows; refuses unknown forms, missing references and shapes that differ from tokens."""
+    if form is not None and form not in FORMS:
+        raise unknown("form", form, FORMS)
+    given = {name: x for name, x in per_token.items() if x is not None}
+    for name, x in given.items():
+        if tuple(x.shape) != work.shape:
+            raise ConfigError(f"{name} must be {work.shape} like tokens, got {tuple(x.shape)}. Nothing is broadcast.")
+    same_shape(**given)
+    if form in ("exact", "sequence_exact") and work.reference is None:
+        raise ConfigError(f"form={form!r} needs ref_hidden, got None. With ref_logp alone use form='weighted_k3'.")
+    if form is not None and work.reference is None and "ref_logp" not in given:
+        raise ConfigError(f"form={form!r} needs a reference. Give ref_hidden or ref_logp, or form=None for no KL term.")
+    if tail is not None:
+        require_number("tail", tail, above=0, way_out="It is a log-ratio, 5.0 in the trainer; None is the formula.")
+    wide = torch.float64 if work.policy.hidden.dtype == torch.float64 else torch.float32
+
+    def rows(name: str) -> Tensor | None:
+        x = work.compact(given.get(name))
+        return None if x is None else x.to(wide).contiguous()
+
+    advantages = rows("advantages")
+    assert advantages is not None
+    return Terms(
+        form,
+        stack_knobs(knobs, wide, work.policy.hidden.device),
+        tail,
+        advantages,
+        rows("old_logp"),
+        rows("ref_logp"),
+        rows("kl_weights"),
+        rows("unclipped_advantages"),
+    )
+
+
+def stack_knobs(knobs: tuple[Number, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers and one-element tensors as one device tensor, without waiting for the device."""
+    if not any(isinstance(k, Tensor) for k in knobs):
+        return torch.tensor(knobs, dtype=dtype, device=device)
+    return torch.stack([torch.as_tensor(k, dtype=dtype, device=device).detach().reshape(()) for k in knobs])
