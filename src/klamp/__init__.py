@@ -1,3 +1,109 @@
-"""klamp: measure, price and steer the KL divergence of a language model in reinforcement learning."""
+"""klamp: measure, price and steer the KL divergence of a language model in reinforcement learning.
+
+>>> import torch, klamp
+>>> logp, ref_logp = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.8]])
+>>> kl = klamp.k3(logp, ref_logp)
+>>> hold = klamp.Hold(target=0.05, per="token")
+>>> state = hold.update(hold.init(), klamp.mean(kl).item())
+>>> state.beta > 0
+True
+"""
+
+from klamp.audit import Finding, audit_function, audit_matrix
+from klamp.clamp import (
+    Clamped,
+    Gap,
+    lora_scaler,
+    scale_for,
+    snapshot,
+    weights_scaler,
+)
+from klamp.clamp import clamp as clamp_kl
+from klamp.compat import kl_controller
+from klamp.controllers import (
+    Controller,
+    Doubling,
+    Exponential,
+    Fixed,
+    Hold,
+    HoldState,
+    Scheduled,
+    State,
+    Stateful,
+    Ziegler,
+)
+from klamp.errors import ConfigError, KlampError
+from klamp.estimators import (
+    absolute,
+    chi2_minus_kl,
+    estimator,
+    exact,
+    exact_forward,
+    fitted,
+    k1,
+    k2,
+    k3,
+    k3_clamped,
+    mean,
+    r_log_r,
+    straight_through,
+    sum_count,
+    top_k_exact,
+    weighted,
+)
+from klamp.monitor import Alarm, Limits, Monitor
+from klamp.placements import Pair, SequenceKL, check, in_advantage, in_loss, in_reward, sequence_exact
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Alarm",
+    "Clamped",
+    "ConfigError",
+    "Controller",
+    "Doubling",
+    "Exponential",
+    "Finding",
+    "Fixed",
+    "Gap",
+    "Hold",
+    "HoldState",
+    "KlampError",
+    "Limits",
+    "Monitor",
+    "Pair",
+    "Scheduled",
+    "SequenceKL",
+    "State",
+    "Stateful",
+    "Ziegler",
+    "absolute",
+    "audit_function",
+    "audit_matrix",
+    "check",
+    "chi2_minus_kl",
+    "clamp_kl",
+    "estimator",
+    "exact",
+    "exact_forward",
+    "fitted",
+    "in_advantage",
+    "in_loss",
+    "in_reward",
+    "k1",
+    "k2",
+    "k3",
+    "k3_clamped",
+    "kl_controller",
+    "lora_scaler",
+    "mean",
+    "r_log_r",
+    "scale_for",
+    "sequence_exact",
+    "snapshot",
+    "straight_through",
+    "sum_count",
+    "top_k_exact",
+    "weighted",
+    "weights_scaler",
+]

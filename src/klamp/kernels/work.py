@@ -1,7 +1,7 @@
 """What a kernel is asked to do, checked once: rows of hidden states, heads, tokens, and the terms of a loss.
 
 Shapes: N rows (tokens, flattened), n of them counted, H hidden, V vocabulary. Row i of ``hidden`` predicts
-``tokens[i]``: shifting is the caller's. Rows outside the mask are never read, so they cost nothing and may hold anything.
+``tokens[i]``: shifting is the caller's. Rows outside the mask are never read: they cost nothing and may hold anything.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Upstream(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """``z = softcap · tanh(logit_scale · x / softcap) / temperature``, x the product with the head; no softcap, no tanh."""
+    """``z = softcap · tanh(logit_scale · x / softcap) / temperature``, x the product with the head; None: no tanh."""
 
     temperature: float = 1.0
     softcap: float | None = None
@@ -199,9 +199,7 @@ def counted(mask: Tensor | None, tokens: Tensor) -> Tensor | None:
     return None if mask is None else as_mask(mask, tokens).reshape(-1).nonzero().squeeze(1)
 
 
-def prepare(
-    policy: Side, reference: Side | None, tokens: Tensor, mask: Tensor | None, scaling: Scaling
-) -> Work:
+def prepare(policy: Side, reference: Side | None, tokens: Tensor, mask: Tensor | None, scaling: Scaling) -> Work:
     """The Work, with tokens compacted and checked."""
     if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.dtype == torch.bool:
         got = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__

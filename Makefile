@@ -1,0 +1,48 @@
+# make test     set up .venv, run every test this machine can run in a few minutes
+# make test-all the slow ones too
+# make lint     ruff and mypy
+# make audit    what every KL term descends
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Two busy torch processes on two cores crawl when their threads spin while they wait.
+export OMP_WAIT_POLICY := PASSIVE
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: setup test test-all lint format audit build clean
+
+setup: $(STAMP)
+
+# torch goes first and alone: a package that drags it in unpinned would pull gigabytes of CUDA.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch numpy
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+audit: $(STAMP)
+	$(BIN)/klamp audit
+
+build: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

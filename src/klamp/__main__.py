@@ -1,0 +1,5 @@
+"""``python -m klamp``."""
+
+from klamp.cli import main
+
+raise SystemExit(main())

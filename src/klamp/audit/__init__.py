@@ -1,0 +1,6 @@
+"""``klamp audit``: enumerate a small policy and say what a KL term descends, how biased and how noisy it is."""
+
+from klamp.audit.core import DRIFTS, Finding, examine, read
+from klamp.audit.run import audit_function, audit_matrix, load_function, render
+
+__all__ = ["DRIFTS", "Finding", "audit_function", "audit_matrix", "examine", "load_function", "read", "render"]

@@ -1,0 +1,86 @@
+"""The whole matrix, one function of the user's own, and the table that shows either."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from klamp.audit.core import DRIFTS, Batch, Finding, examine
+from klamp.audit.matrix import ROWS
+from klamp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def audit_matrix(seeds: Iterable[int] = range(20), *, watch: Callable[[str], None] | None = None) -> list[Finding]:
+    """Every row of the matrix over the worlds of ``seeds``; ``watch`` hears the name of each row as it starts."""
+    worlds = list(seeds)
+    findings = []
+    for name, (accepted, term) in ROWS.items():
+        if watch:
+            watch(name)
+        findings.append(examine(name, term, accepted=accepted, seeds=worlds))
+    return findings
+
+
+def audit_function(loss: Loss, *, name: str | None = None, seeds: Iterable[int] = range(20)) -> Finding:
+    """What ``loss(logp, ref_logp, old_logp, mask)`` descends, up to a constant factor: sums and means are both fine.
+
+    It is called with [N, T] float64 tensors that hold every sequence of a small model once. Only ``logp`` carries a
+    gradient; on-policy ``old_logp`` equals it.
+    """
+
+    def term(batch: Batch) -> Tensor:
+        return loss(batch.logp, batch.ref_logp, batch.old_logp, batch.mask)
+
+    label = name or str(getattr(loss, "__name__", "function"))
+    return examine(label, term, seeds=list(seeds), rescale=True)
+
+
+def load_function(path: str) -> Loss:
+    """The function named ``module:function``; modules of the working folder are found too."""
+    module_name, _, function_name = path.partition(":")
+    if not module_name or not function_name:
+        raise ConfigError(f"function {path!r} must be written module:function, as in my_losses:kl_term.")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"function {path!r}: no module {error.name!r} here or installed. Run klamp in the folder that holds it."
+        ) from None
+    found = getattr(module, function_name, None)
+    if not callable(found):
+        known = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
+        raise ConfigError(f"function {path!r}: {module_name} has no function {function_name!r}. It has: {known}.")
+    return found  # type: ignore[no-any-return]
+
+
+def render(findings: Iterable[Finding], title: str | None = None) -> Table:
+    """The findings as a table; accepted rows first."""
+    from rich.table import Table
+
+    low, high = DRIFTS
+    table = Table(title=title, title_justify="left", header_style="bold", show_edge=False, pad_edge=False)
+    table.add_column("estimator · placement", no_wrap=True)
+    table.add_column("descends, on-policy")
+    for column in (f"bias at {low:g}", f"bias at {high:g}", "cos", "stale: bias", "cos", "std"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for f in sorted(findings, key=lambda f: not f.accepted):
+        figures = (f.bias_on[0], f.bias_on[-1], f.cosine_on[-1], f.bias_off[-1], f.cosine_off[-1], f.std_on[-1])
+        table.add_row(f.name, f.descends_on, *(_figure(x) for x in figures), style=None if f.accepted else "dim")
+    return table
+
+
+def _figure(x: float) -> str:
+    return "0" if abs(x) < 5e-7 else f"{x:.2f}"

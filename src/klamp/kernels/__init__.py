@@ -1,0 +1,244 @@
+"""From the last hidden states to per-token log-probs, exact KL and entropy, or to a whole policy loss, without logits.
+
+Two implementations of one specification: :mod:`~klamp.kernels.eager` (plain PyTorch, any device) and
+:mod:`~klamp.kernels.fused` (Triton, loaded at its first use). The choice is made once: fused on CUDA where Triton is
+installed, eager elsewhere; ``KLAMP_KERNELS=eager`` or ``=fused`` forces it.
+
+Shapes: tokens [...], hidden [..., H], head [V, H], bias [V]. Row i of hidden predicts token i.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from klamp.errors import ConfigError, unknown
+from klamp.kernels import eager, passes
+from klamp.kernels.full import token_stats_from_logits as _from_logits
+from klamp.kernels.heads import HeadSpec, head_of, matches, why_full_logits
+from klamp.kernels.work import FORMS, Form, Number, Ops, Scaling, TokenStats, Work, prepare, side, terms
+
+__all__ = [
+    "FORMS",
+    "HeadSpec",
+    "PolicyLoss",
+    "TokenStats",
+    "backend",
+    "head_of",
+    "matches",
+    "policy_loss",
+    "token_stats",
+    "token_stats_from_logits",
+    "why_full_logits",
+]
+
+
+class PolicyLoss(NamedTuple):
+    """A loss to call backward on, and what was measured on the way."""
+
+    loss: Tensor
+    """Σ over counted tokens / denominator. A scalar in float32 or wider, differentiable once."""
+    stats: TokenStats
+    """Constants: no gradient flows through them."""
+
+
+def token_stats(
+    hidden: Tensor,
+    head: Tensor,
+    tokens: Tensor,
+    *,
+    ref_hidden: Tensor | None = None,
+    ref_head: Tensor | None = None,
+    ref_logp: Tensor | None = None,
+    mask: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    bias: Tensor | None = None,
+    ref_bias: Tensor | None = None,
+) -> TokenStats:
+    """log π(token), log ref(token), KL(π‖ref) over the vocabulary and the entropy, per token; logits never exist whole.
+
+    Differentiable in ``logp``, ``kl`` and ``entropy`` with respect to hidden, head and bias, for any loss; the
+    reference is a constant. ``ref_head`` is ``head`` (and ``ref_bias`` ``bias``) unless given. With ``ref_logp`` in
+    place of ``ref_hidden`` there is no exact KL: ``kl`` is None. The backward pass computes the logits again, chunk
+    by chunk.
+    """
+    scaling = Scaling(temperature, softcap, logit_scale)
+    work = _work(hidden, head, tokens, (ref_hidden, ref_head, ref_logp), mask, (bias, ref_bias), scaling)
+    ops = _ops(work.policy.hidden)
+    with torch.autocast(hidden.device.type, enabled=False):
+        out = passes.Statistics.apply(work.policy.hidden, head, bias, work, ops)  # type: ignore[no-untyped-call]
+    logp, kl, entropy, ref_rows = out
+    if ref_hidden is None:
+        given = None if ref_logp is None else work.spread(_wide(work.compact(ref_logp)))
+        return TokenStats(_spread(work, logp), given, None, _spread(work, entropy))
+    return TokenStats(_spread(work, logp), _spread(work, ref_rows), _spread(work, kl), _spread(work, entropy))
+
+
+def policy_loss(
+    hidden: Tensor,
+    head: Tensor,
+    tokens: Tensor,
+    advantages: Tensor,
+    *,
+    beta: Number = 0.0,
+    form: Form | None = "exact",
+    clip: tuple[Number, Number] | None = None,
+    old_logp: Tensor | None = None,
+    kl_weights: Tensor | None = None,
+    unclipped_advantages: Tensor | None = None,
+    denominator: Number | None = None,
+    tail: float | None = None,
+    ref_hidden: Tensor | None = None,
+    ref_head: Tensor | None = None,
+    ref_logp: Tensor | None = None,
+    mask: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    bias: Tensor | None = None,
+    ref_bias: Tensor | None = None,
+) -> PolicyLoss:
+    """``Σ_t [-min(r A, clip(r, 1-lo, 1+hi) A) - r A' + beta · w · K] / denominator``, its gradient computed on the way.
+
+    r is π/μ with ``old_logp`` of the sampler μ; without it the samples are the policy's own, r is 1 and its gradient
+    the score. ``clip=(lo, hi)``; None: no clip. A is ``advantages``, A' ``unclipped_advantages`` (where the KL still
+    to come of ``sequence_exact`` enters), w ``kl_weights``, each [...] or absent. K is ``form``: k2, k3,
+    ``weighted_k3`` (π/μ · k3, the weight differentiated), ``exact``, ``sequence_exact`` (exact, with the weights w of
+    the prefix), or None. ``tail`` continues k2 and k3 linearly beyond that log-ratio. ``denominator`` is the number
+    of counted tokens unless given: pass the step's global count where a batch comes in parts.
+
+    ``beta``, the clip and everything per token are run-time values: steering never recompiles. One backward call
+    only.
+    """
+    scaling = Scaling(temperature, softcap, logit_scale)
+    work = _work(hidden, head, tokens, (ref_hidden, ref_head, ref_logp), mask, (bias, ref_bias), scaling)
+    per_token = {
+        "advantages": advantages,
+        "old_logp": old_logp,
+        "ref_logp": ref_logp,
+        "kl_weights": kl_weights,
+        "unclipped_advantages": unclipped_advantages,
+    }
+    low, high = (float("inf"), float("inf")) if clip is None else clip
+    asked = terms(work, form, (beta, low, high), tail, per_token)
+    wanted = torch.is_grad_enabled()
+    with torch.autocast(hidden.device.type, enabled=False):
+        out = passes.Loss.apply(  # type: ignore[no-untyped-call]
+            work.policy.hidden, head, bias, work, asked, _ops(work.policy.hidden), wanted
+        )
+    total, logp, ref_rows, kl, entropy = out
+    count = max(1, work.tokens.shape[0]) if denominator is None else denominator
+    ref = asked.ref_logp if ref_hidden is None else ref_rows
+    stats = TokenStats(
+        work.spread(logp),
+        None if ref is None else work.spread(ref),
+        None if ref_hidden is None else work.spread(kl),
+        work.spread(entropy),
+    )
+    return PolicyLoss(total / count, stats)
+
+
+def token_stats_from_logits(
+    logits: Tensor,
+    tokens: Tensor,
+    *,
+    ref_logits: Tensor | None = None,
+    ref_logp: Tensor | None = None,
+    mask: Tensor | None = None,
+    temperature: float = 1.0,
+) -> TokenStats:
+    """:func:`token_stats` for models whose head is more than a linear map: from whole logits [..., V].
+
+    Same numbers and gradients; beyond the logits and their gradient only a chunk is allocated. Soft-capping and scales
+    are the model's own business here, temperature is not.
+    """
+    return _from_logits(
+        _ops(logits), logits, tokens, ref_logits=ref_logits, ref_logp=ref_logp, mask=mask, temperature=temperature
+    )
+
+
+def backend(device: torch.device | str = "cpu") -> str:
+    """``"eager"`` or ``"fused"``: which kernels work on this device runs on."""
+    forced = _forced()
+    return forced or ("fused" if torch.device(device).type == "cuda" and _has_triton() else "eager")
+
+
+@functools.cache
+def _forced() -> str | None:
+    """``KLAMP_KERNELS``, read once; None where it is unset."""
+    name = os.environ.get("KLAMP_KERNELS", "").strip() or None
+    if name is not None and name not in ("eager", "fused"):
+        raise unknown("KLAMP_KERNELS", name, ("eager", "fused"))
+    if name == "fused" and not _has_triton():
+        raise ConfigError(
+            "KLAMP_KERNELS is 'fused' but triton is not installed. Install triton, or unset the variable."
+        )
+    return name
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _ops(hidden: Tensor) -> Ops:
+    """The kernels for these hidden states. float64 is eager's alone: it is there to check the others."""
+    if backend(hidden.device) == "eager" or hidden.dtype == torch.float64:
+        return cast(Ops, eager)
+    return cast(Ops, importlib.import_module("klamp.kernels.fused"))
+
+
+def _work(
+    hidden: Tensor,
+    head: Tensor,
+    tokens: Tensor,
+    ref: tuple[Tensor | None, Tensor | None, Tensor | None],
+    mask: Tensor | None,
+    biases: tuple[Tensor | None, Tensor | None],
+    scaling: Scaling,
+) -> Work:
+    """The checked Work of both models, in the dtype autocast asks for where it is on."""
+    ref_hidden, ref_head, ref_logp = ref
+    if ref_hidden is not None and ref_logp is not None:
+        raise ConfigError(
+            "ref_hidden and ref_logp were both given; ref_logp follows from ref_hidden. Give one of them."
+        )
+    if ref_hidden is None and (ref_head is not None or biases[1] is not None):
+        raise ConfigError("ref_head or ref_bias was given without ref_hidden. Give the reference's hidden states too.")
+    policy = side("policy", _autocast(hidden), head, biases[0])
+    if ref_hidden is None:
+        return prepare(policy, None, tokens, mask, scaling)
+    ref_bias = biases[0] if ref_head is None and biases[1] is None else biases[1]
+    reference = side("reference", _autocast(ref_hidden.detach()), head if ref_head is None else ref_head, ref_bias)
+    return prepare(policy, reference, tokens, mask, scaling)
+
+
+def _autocast(hidden: Tensor) -> Tensor:
+    """Hidden states in the dtype in which the model's own head would take them."""
+    kind = hidden.device.type if isinstance(hidden, Tensor) else "cpu"
+    if not torch.is_autocast_enabled(kind) or hidden.dtype == torch.float64:
+        return hidden
+    return hidden.to(torch.get_autocast_dtype(kind))
+
+
+def _wide(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _spread(work: Work, rows: Tensor) -> Tensor:
+    """:meth:`Work.spread` that autograd can follow."""
+    if work.index is None:
+        return rows.view(work.shape)
+    count = 1
+    for size in work.shape:
+        count *= size
+    return rows.new_zeros(count).index_copy(0, work.index, rows).view(work.shape)

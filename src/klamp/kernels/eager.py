@@ -1,0 +1,187 @@
+"""The specification of the kernels in plain PyTorch, on any device: what the fused kernels must equal.
+
+With z the scaled logits of a row, ``p = softmax(z)`` and ``d = log p - log p_ref``::
+
+    logp = log p_a          kl = Σ p d                    entropy = -Σ p log p
+    ∂logp/∂z_j = [j = a] - p_j
+    ∂kl/∂z_j   = p_j (d_j - kl)         (the reference is a constant)
+    ∂entropy/∂z_j = -p_j (log p_j + entropy)
+
+Matrix products are taken in the dtype of the hidden states, everything after them in float32 or wider. Extra memory:
+at most ``BUFFERS · chunk · V · 4`` bytes (8 a value in float64) with ``chunk = max(1, BUDGET / (4 V))`` rows, so
+``BUFFERS · BUDGET`` = 64 MiB in all, beside the gradients that are returned and a head gradient's float32 sum.
+Shapes: [rows, V] logits, [rows] everything else.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from klamp import estimators
+from klamp.kernels.work import Plan, RowStats, Scaling, Terms, Upstream, Work
+
+# A chunk's logits should stay in a core's share of the last-level cache between the passes over them, and a chunk
+# should be tall enough for the matrix product to reuse the head: 13 MiB is 68 rows at V = 49,152.
+BUDGET = 13 * 2**20
+BUFFERS = 5
+
+
+class Expanded(NamedTuple):
+    """A chunk's distributions written out: ``p``, ``log p`` and, with a reference, ``d``; and the rows' statistics."""
+
+    p: Tensor
+    logp: Tensor
+    d: Tensor | None
+    stats: RowStats
+
+
+def plan(work: Work, *, trains_head: bool) -> Plan:
+    """Rows at a time, by the memory bound in the module's docstring. A trained head asks for no other."""
+    rows = max(1, BUDGET // (4 * work.policy.head.shape[0]))
+    return Plan(rows, rows)
+
+
+def width(vocabulary: int) -> int:
+    """Columns to allocate for a row of logits: no padding."""
+    return vocabulary
+
+
+def statistics(z: Tensor, ref: Tensor | None, tokens: Tensor, scaling: Scaling) -> RowStats:
+    """logp, ref_logp, kl and entropy of each row. Overwrites both buffers."""
+    return expand(z, ref, tokens, scaling).stats
+
+
+def gradient(z: Tensor, ref: Tensor | None, tokens: Tensor, stats: RowStats, up: Upstream, scaling: Scaling) -> None:
+    """``Σ_s up_s · ∂s/∂x`` over s in (logp, kl, entropy), written over the logits x in ``z``. Overwrites ``ref``."""
+    assert up.kl is None or ref is not None
+    chunk = expand(z, ref if up.kl is not None else None, tokens, scaling)
+    z.copy_(backward(chunk, tokens, up, scaling))
+
+
+def loss_gradient(
+    z: Tensor, ref: Tensor | None, tokens: Tensor, terms: Terms, scaling: Scaling
+) -> tuple[Tensor, RowStats]:
+    """Each row's loss, with its gradient written over the logits in ``z``. Overwrites ``ref``."""
+    chunk = expand(z, ref, tokens, scaling)
+    loss, up = price(chunk.stats, terms)
+    z.copy_(backward(chunk, tokens, up, scaling))
+    return loss, chunk.stats
+
+
+def price(stats: RowStats, terms: Terms) -> tuple[Tensor, Upstream]:
+    """The loss of each row and its derivatives in logp and kl, by autograd over :func:`token_loss`."""
+    with torch.enable_grad():
+        logp = stats.logp.detach().requires_grad_()
+        kl = None if stats.kl is None else stats.kl.detach().requires_grad_()
+        loss = token_loss(logp, kl, stats.ref_logp if terms.ref_logp is None else terms.ref_logp, terms)
+        wanted = [logp] if kl is None else [logp, kl]
+        grads = torch.autograd.grad(loss.sum(), wanted, allow_unused=True)
+    return loss.detach(), Upstream(grads[0], grads[1] if len(grads) > 1 else None, None)
+
+
+def token_loss(logp: Tensor, kl: Tensor | None, ref_logp: Tensor | None, terms: Terms) -> Tensor:
+    """``-min(r A, clip(r, 1 - lo, 1 + hi) A) - r A' + beta · w · K``; r = π/μ, and without μ ``exp(logp - sg(logp))``.
+
+    K is k2, k3, ``π/μ · k3`` with the weight differentiated (gradient ``r d`` times the score), or the exact KL.
+    """
+    beta, low, high = terms.knobs.to(logp.dtype).unbind()
+    old = logp.detach() if terms.old_logp is None else terms.old_logp
+    ratio = (logp - old).exp()
+    clipped = ratio.clamp(1 - low, 1 + high)
+    loss = -torch.minimum(ratio * terms.advantages, clipped * terms.advantages)
+    if terms.unclipped is not None:
+        loss = loss - ratio * terms.unclipped
+    if terms.form is None:
+        return loss
+    if terms.form in ("exact", "sequence_exact"):
+        assert kl is not None
+        penalty = kl
+    else:
+        assert ref_logp is not None
+        penalty = sampled_kl(logp, old, ref_logp, terms)
+    return loss + beta * (penalty if terms.kl_weights is None else terms.kl_weights * penalty)
+
+
+def sampled_kl(logp: Tensor, old_logp: Tensor, ref_logp: Tensor, terms: Terms) -> Tensor:
+    """k2, k3 or weighted k3 of the sampled tokens, continued linearly beyond ``tail`` where one is given."""
+    if terms.form == "weighted_k3":
+        return estimators.weighted(estimators.k3, logp, old_logp, ref_logp, tail=terms.tail)
+    k = estimators.k2 if terms.form == "k2" else estimators.k3
+    return k(logp, ref_logp, tail=terms.tail)
+
+
+def expand(x: Tensor, ref: Tensor | None, tokens: Tensor, scaling: Scaling) -> Expanded:
+    """``p``, ``log p`` and ``d`` from the logits of both models, reusing their memory, and the statistics.
+
+    Written with ``d`` of log-probs, not of logits: its sum has no large terms that cancel, so equal policies give 0.
+    """
+    z = scaled(x, scaling)
+    logp = torch.log_softmax(z, -1)
+    at = tokens.unsqueeze(1)
+    picked = logp.gather(1, at).squeeze(1)
+    lse = z.gather(1, at).squeeze(1) - picked
+    p = torch.exp(logp, out=z)
+    entropy = -dot(p, logp)
+    if ref is None:
+        return Expanded(p, logp, None, RowStats(picked, None, None, entropy, lse, None))
+    zr = scaled(ref, scaling)
+    ref_logp = torch.log_softmax(zr, -1)
+    ref_picked = ref_logp.gather(1, at).squeeze(1)
+    ref_lse = zr.gather(1, at).squeeze(1) - ref_picked
+    d = torch.sub(logp, ref_logp, out=zr)
+    kl = dot(p, d)
+    if not bool(torch.isfinite(kl).all()):
+        # A token the policy excludes (logit -inf) costs nothing; 0 · inf would say NaN.
+        d.masked_fill_(p == 0, 0)
+        kl = dot(p, d)
+    return Expanded(p, logp, d, RowStats(picked, ref_picked, kl.clamp(min=0), entropy, lse, ref_lse))
+
+
+def backward(chunk: Expanded, tokens: Tensor, up: Upstream, scaling: Scaling) -> Tensor:
+    """``∂L/∂x`` from ``∂L/∂(logp, kl, entropy)``: ``p (u_kl (d - kl) - u_logp - u_H (log p + H)) + [j = a] u_logp``."""
+    p, logp, d, stats = chunk
+    slope = torch.zeros_like(stats.logp)
+    if up.logp is not None:
+        slope = slope - up.logp
+    if up.entropy is not None:
+        # -inf where the policy excludes a token; there p is 0 and the product's limit too.
+        log = logp if scaling.softcap is None else logp.clone()
+        inner = torch.where(p > 0, log, 0.0).add_(stats.entropy.unsqueeze(1)).mul_(-up.entropy.unsqueeze(1))
+        if up.kl is not None and d is not None and stats.kl is not None:
+            inner.addcmul_(d - stats.kl.unsqueeze(1), up.kl.unsqueeze(1))
+        grad = inner.add_(slope.unsqueeze(1)).mul_(p)
+    elif up.kl is not None and d is not None and stats.kl is not None:
+        grad = d.mul_(up.kl.unsqueeze(1)).add_((slope - up.kl * stats.kl).unsqueeze(1)).mul_(p)
+    else:
+        grad = p.mul_(slope.unsqueeze(1))
+    if up.logp is not None:
+        grad.scatter_add_(1, tokens.unsqueeze(1), up.logp.unsqueeze(1))
+    return chain(grad, logp, stats.lse, scaling)
+
+
+def scaled(x: Tensor, scaling: Scaling) -> Tensor:
+    """``softcap · tanh(logit_scale · x / softcap) / temperature`` in float32 or wider, in place where x is wide."""
+    z = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    if scaling.softcap is not None:
+        z = z.mul_(scaling.logit_scale / scaling.softcap).tanh_()
+        return z.mul_(scaling.softcap / scaling.temperature)
+    return z if scaling.plain else z.mul_(scaling.logit_scale / scaling.temperature)
+
+
+def chain(grad: Tensor, logp: Tensor, lse: Tensor, scaling: Scaling) -> Tensor:
+    """``∂L/∂x = ∂L/∂z · ∂z/∂x``; ``∂z/∂x = logit_scale / temperature · (1 - tanh²)``, tanh read back from z."""
+    if scaling.softcap is not None:
+        tanh = logp.add_(lse.unsqueeze(1)).mul_(scaling.temperature / scaling.softcap)
+        grad.mul_(tanh.square_().neg_().add_(1))
+    return grad if scaling.plain else grad.mul_(scaling.logit_scale / scaling.temperature)
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """``Σ_j a_j b_j`` of each row, without writing the products out; ``0 · -inf`` counts 0."""
+    value = torch.bmm(a.unsqueeze(1), b.unsqueeze(2)).view(-1)
+    if bool(torch.isnan(value).any()):
+        value = torch.where(a == 0, 0.0, a * b).sum(-1)
+    return value

@@ -1,0 +1,142 @@
+"""Which models the kernels may take the head of: those whose forward is ``backbone → linear → (scale, soft-cap)``.
+
+Everything is read off the module, transformers is not imported. A head that is anything else (LoRA on it, a quantised
+or sharded weight, hooks, a model that transforms the logits or the states further) takes the full-logits path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Config attributes by which a released architecture does more than `lm_head(norm(h))` in a way not read below:
+# MiniCPM divides the states, Falcon-H1 and others of the mup family multiply the logits, T5 rescales tied states.
+MORE_THAN_A_HEAD = (
+    "dim_model_base",
+    "lm_head_multiplier",
+    "mup_width_multiplier",
+    "output_multiplier",
+    "logits_to_bias",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSpec:
+    """What ``token_stats`` and ``policy_loss`` need of a model: the last linear map and what happens to its output."""
+
+    weight: Tensor
+    """[V, H]; requires_grad says whether it trains. Read it anew each step where a framework may replace it."""
+    bias: Tensor | None
+    softcap: float | None
+    logit_scale: float
+    backbone: nn.Module
+    """The module whose ``last_hidden_state`` the head is applied to."""
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of the kernels that belong to the head."""
+        return {"bias": self.bias, "softcap": self.softcap, "logit_scale": self.logit_scale}
+
+
+def head_of(model: nn.Module, probe: Tensor | None = None) -> HeadSpec | None:
+    """The head of a causal language model, or None where its full logits must be used (:func:`why_full_logits`).
+
+    ``probe``, some token ids [B, T], runs the model once and compares its logits with the head's: the sure test for
+    architectures whose forward cannot be read from attributes.
+    """
+    found = _inspect(model)
+    if isinstance(found, str) or probe is None:
+        return None if isinstance(found, str) else found
+    return found if _agrees(model, found, probe) else None
+
+
+def why_full_logits(model: nn.Module) -> str | None:
+    """The reason :func:`head_of` gives no head, in words; None where it gives one."""
+    found = _inspect(model)
+    return found if isinstance(found, str) else None
+
+
+def matches(spec: HeadSpec, hidden: Tensor, logits: Tensor) -> bool:
+    """Whether the head, applied to ``hidden`` [..., H], gives ``logits`` [..., V] up to the rounding of their dtype."""
+    with torch.no_grad():
+        x = nn.functional.linear(hidden.to(spec.weight.dtype), spec.weight, spec.bias).float() * spec.logit_scale
+        x = x if spec.softcap is None else spec.softcap * torch.tanh(x / spec.softcap)
+        # Four roundings (product, scale, cap, output) and a different order of summation.
+        slack = 8 * torch.finfo(torch.promote_types(logits.dtype, hidden.dtype)).eps
+        slack = max(slack, 8 * torch.finfo(logits.dtype).eps)
+        return bool((x - logits.float()).abs().amax() <= slack * logits.float().abs().amax().clamp(min=1))
+
+
+def _inspect(model: nn.Module) -> HeadSpec | str:
+    inner = _without_adapters(model)
+    if isinstance(inner, str):
+        return inner
+    head = getattr(inner, "lm_head", None)
+    backbone = getattr(inner, getattr(inner, "base_model_prefix", "") or "model", None)
+    if head is None or not isinstance(backbone, nn.Module) or backbone is inner:
+        return f"{type(inner).__name__} has no lm_head over a backbone"
+    refused = _not_linear(head)
+    if refused is not None:
+        return refused
+    config = _text_config(inner)
+    for name in MORE_THAN_A_HEAD:
+        if getattr(config, name, None) not in (None, 1, 1.0):
+            return f"config.{name}={getattr(config, name)!r} changes the logits in a way the kernels do not know"
+    if getattr(config, "is_encoder_decoder", False):
+        return "encoder-decoder models may rescale the states before the head"
+    scale = getattr(inner, "logit_scale", None) or getattr(config, "logit_scale", None) or 1.0
+    divide = getattr(config, "logits_scaling", None) or 1.0
+    softcap = getattr(config, "final_logit_softcapping", None)
+    if not all(isinstance(x, int | float) for x in (scale, divide)):
+        return "the logit scale is a tensor, not a number"
+    return HeadSpec(head.weight, head.bias, None if softcap is None else float(softcap), scale / divide, backbone)
+
+
+def _without_adapters(model: nn.Module) -> nn.Module | str:
+    """The transformers model inside a peft model; adapters that add tokens to the input are refused."""
+    if not hasattr(model, "peft_config"):
+        return model
+    configs: dict[str, Any] = getattr(model, "peft_config", {})
+    for name, config in configs.items():
+        if getattr(config, "is_prompt_learning", False):
+            return f"adapter {name!r} adds virtual tokens to the input"
+    unwrap = getattr(model, "get_base_model", None)
+    return unwrap() if callable(unwrap) else model
+
+
+def _not_linear(head: nn.Module) -> str | None:
+    """Why ``head`` is not simply ``x Wᵀ + b`` with whole weights; None where it is."""
+    if type(head) is not nn.Linear:
+        return f"lm_head is a {type(head).__module__}.{type(head).__qualname__}, not a plain Linear"
+    if head._forward_hooks or head._forward_pre_hooks or hasattr(head, "_hf_hook"):
+        return "lm_head has forward hooks"
+    if nn.utils.parametrize.is_parametrized(head):
+        return "lm_head is parametrised"
+    weight = head.weight
+    if type(weight).__name__ == "DTensor" or hasattr(weight, "ds_id"):
+        return "lm_head is sharded"
+    if weight.dim() != 2 or weight.device.type == "meta" or not weight.is_floating_point():
+        return f"lm_head.weight is {weight.dtype} {tuple(weight.shape)} on {weight.device}"
+    return None
+
+
+def _text_config(model: nn.Module) -> Any:
+    """The configuration of the language part, where a model has several."""
+    config = getattr(model, "config", None)
+    get = getattr(config, "get_text_config", None)
+    return get() if callable(get) else config
+
+
+def _agrees(model: nn.Module, spec: HeadSpec, probe: Tensor) -> bool:
+    """Whether the model's own logits on ``probe`` are the head's; run in evaluation mode, training mode restored."""
+    training = [m for m in model.modules() if m.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            hidden = spec.backbone(input_ids=probe)[0]
+            return matches(spec, hidden, model(input_ids=probe).logits)
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,267 @@
+"""One record a step, and alarms that say what to do: a run that goes wrong should say so before it is over.
+
+A :class:`Monitor` keeps the last ``window`` steps. It works with no target and with beta 0: measuring is free of
+pricing. An alarm is raised once when its figure crosses the line and again only after the figure has come well back.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from klamp.controllers.base import Bounds, check_bounds
+from klamp.errors import ConfigError, require_number
+from klamp.masked import Unit, check_unit
+
+logger = logging.getLogger(__name__)
+
+CLEAR = 0.8
+"""A raised alarm is armed again once its figure is back inside this share of the line it crossed."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where the alarms are set."""
+
+    drifting: float = 2.0
+    """Mean KL of the window, in targets, above which the policy drifts."""
+    not_learning: float = 0.5
+    """Mean KL of the window, in targets, below which it does not move, once the warm-up is over."""
+    warmup: int = 50
+    """Steps before ``not_learning`` is looked at: KL starts at 0."""
+    spike: float = 5.0
+    """One step's KL, in medians of the window."""
+    disagreement: float = 0.5
+    """Relative distance between the window's means of two estimators of the same KL."""
+    sampler_gap: float = 0.01
+    """Mean |KL(μ‖π)| of the window, in nats per token: trainer and sampler compute different models."""
+    effort: float = 0.1
+    """Mean effort of the clamp over the window: it scales away 10 % of the displacement every step."""
+    fewest: int = 5
+    """Steps in the window before a mean or a median is believed."""
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """What happened, with its figures, and what to do about it."""
+
+    kind: str
+    step: int
+    message: str
+    figures: dict[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+class Monitor:
+    """Records steps, raises alarms, writes JSONL. ``callback`` hears every alarm; so does the log, once."""
+
+    def __init__(
+        self,
+        target: float | None = None,
+        per: Unit | None = None,
+        *,
+        window: int = 100,
+        bounds: Bounds | None = None,
+        limits: Limits | None = None,
+        callback: Callable[[Alarm], None] | None = None,
+        path: str | Path | None = None,
+    ) -> None:
+        if target is not None:
+            check_unit("Monitor.per", per)
+            require_number("Monitor.target", target, above=0, way_out="Leave it out to record without a target.")
+        require_number("Monitor.window", window, at_least=1, way_out="It counts steps; 100 is usual.")
+        check_bounds("Monitor", bounds)
+        self.target, self.per, self.bounds = target, per, bounds
+        self.limits = limits or Limits()
+        self.callback = callback
+        self.path = Path(path) if path is not None else None
+        self.window: deque[dict[str, float]] = deque(maxlen=int(window))
+        self.steps = 0
+        self.raised: set[str] = set()
+
+    def record(
+        self,
+        step: int,
+        *,
+        kl: float,
+        beta: float | None = None,
+        estimates: Mapping[str, float] | None = None,
+        sampler_kl: float | None = None,
+        effort: float | None = None,
+        **extra: float,
+    ) -> list[Alarm]:
+        """Take in one step and return the alarms it raised.
+
+        ``estimates`` are other estimates of the same KL in the same unit; ``sampler_kl`` is KL(μ‖π) per token;
+        ``effort`` is the clamp's; ``extra`` is written along.
+        """
+        given = {"kl": kl, "beta": beta, "sampler_kl": sampler_kl, "effort": effort}
+        row = {k: float(v) for k, v in given.items() if v is not None}
+        row |= {f"kl/{k}": float(v) for k, v in (estimates or {}).items()}
+        alarms = [a for a in self._non_finite(step, row) if a]
+        self.steps += 1
+        if not alarms:
+            alarms = [a for a in self._judge(step, row) if a]
+            self.window.append(row)
+        self._write({"step": step, **row, **{k: float(v) for k, v in extra.items()}}, alarms)
+        for alarm in alarms:
+            logger.warning("%s at step %d: %s", alarm.kind, alarm.step, alarm.message)
+            if self.callback:
+                self.callback(alarm)
+        return alarms
+
+    @property
+    def in_band(self) -> float | None:
+        """Share of the window's steps within 20 % of the target; None without a target or a step."""
+        if self.target is None or not self.window:
+            return None
+        return fmean(abs(r["kl"] / self.target - 1) <= 0.2 for r in self.window)
+
+    def mean(self, key: str = "kl") -> float | None:
+        """Mean of ``key`` over the window; None when it was never recorded."""
+        values = [r[key] for r in self.window if key in r]
+        return fmean(values) if values else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resumed run needs, as plain JSON values."""
+        return {"window": list(self.window), "steps": self.steps, "raised": sorted(self.raised)}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state_dict`."""
+        self.window.clear()
+        self.window.extend(saved["window"])
+        self.steps, self.raised = int(saved["steps"]), set(saved["raised"])
+
+    def _judge(self, step: int, row: dict[str, float]) -> Iterator[Alarm | None]:
+        past = self.window
+        recent = [*list(past)[-(past.maxlen or 1) + 1 :], row]
+        enough = len(recent) >= self.limits.fewest
+        mean = fmean(r["kl"] for r in recent)
+        if self.target is not None and enough:
+            yield self._drifting(step, mean, self.target)
+            yield self._not_learning(step, mean, self.target)
+        if len(past) >= self.limits.fewest:
+            yield self._spike(step, row["kl"], median(r["kl"] for r in past))
+        yield self._bound(step, row.get("beta"))
+        if enough:
+            yield from self._disagreement(step, recent, mean)
+            yield self._sampler(step, [abs(r["sampler_kl"]) for r in recent if "sampler_kl" in r])
+            yield self._effort(step, [r["effort"] for r in recent if "effort" in r])
+
+    def _non_finite(self, step: int, row: dict[str, float]) -> Iterator[Alarm | None]:
+        bad = {k: v for k, v in row.items() if not math.isfinite(v)}
+        message = (
+            f"{', '.join(f'{k} is {v}' for k, v in bad.items())}. The step is left out of the window; look for "
+            "overflowing log-probs or an empty batch, and skip the update."
+        )
+        yield self._alarm("non_finite", step, bool(bad), not bad, message, {})
+
+    def _drifting(self, step: int, mean: float, target: float) -> Alarm | None:
+        line = self.limits.drifting * target
+        message = (
+            f"KL is {mean:.4g} nats per {self.per} over the last {len(self.window) + 1} steps, "
+            f"{mean / target:.1f} times its target {target:g}. Raise beta, lower the learning rate, or clamp."
+        )
+        figures = {"kl": mean, "target": target}
+        return self._alarm("drifting", step, mean > line, mean < CLEAR * line, message, figures)
+
+    def _not_learning(self, step: int, mean: float, target: float) -> Alarm | None:
+        line = self.limits.not_learning * target
+        low = mean < line and self.steps > self.limits.warmup
+        message = (
+            f"KL is {mean:.4g} nats per {self.per}, under {self.limits.not_learning:g} of its target {target:g} after "
+            f"{self.steps} steps: the policy hardly moves. Lower beta, raise the learning rate, or check the rewards."
+        )
+        figures = {"kl": mean, "target": target}
+        return self._alarm("not_learning", step, low, mean > line / CLEAR, message, figures)
+
+    def _spike(self, step: int, kl: float, usual: float) -> Alarm | None:
+        line = self.limits.spike * usual
+        message = (
+            f"KL jumped to {kl:.4g}, {kl / usual if usual > 0 else math.inf:.1f} times its median {usual:.4g}. Look at "
+            "this step's samples and rewards; if it repeats, lower the learning rate or clip gradients."
+        )
+        return self._alarm(
+            "spike", step, usual > 0 and kl > line, kl < CLEAR * line, message, {"kl": kl, "median": usual}
+        )
+
+    def _bound(self, step: int, beta: float | None) -> Alarm | None:
+        if beta is None or self.bounds is None:
+            return None
+        low, high = self.bounds
+        at = beta <= low or beta >= high
+        message = (
+            f"beta is at its bound {beta:.4g} of [{low:g}, {high:g}] and can steer no further that way. Widen the "
+            "bounds, or change the target or the learning rate."
+        )
+        return self._alarm("beta_at_bound", step, at, not at, message, {"beta": beta, "low": low, "high": high})
+
+    def _disagreement(self, step: int, recent: list[dict[str, float]], mean: float) -> Iterator[Alarm | None]:
+        for key in sorted({k for r in recent for k in r if k.startswith("kl/")}):
+            other = fmean(r[key] for r in recent if key in r)
+            size = max(abs(mean), abs(other))
+            gap = abs(other - mean) / size if size > 0 else 0.0
+            message = (
+                f"two estimates of the same KL disagree over the window: {mean:.4g} and {other:.4g} by {key[3:]}. "
+                "Trust the exact one; check that both use the sampling temperature, the same mask and the same samples."
+            )
+            line = self.limits.disagreement
+            kind, figures = f"estimators_disagree:{key[3:]}", {"kl": mean, key: other}
+            yield self._alarm(kind, step, gap > line, gap < CLEAR * line, message, figures)
+
+    def _sampler(self, step: int, gaps: list[float]) -> Alarm | None:
+        if not gaps:
+            return None
+        gap, line = fmean(gaps), self.limits.sampler_gap
+        message = (
+            f"sampler and trainer differ by {gap:.4g} nats per token: the tokens are not drawn from the policy that is "
+            "trained. Check dtype, temperature, top-p and how fresh the sampler's weights are."
+        )
+        return self._alarm("sampler_gap", step, gap > line, gap < CLEAR * line, message, {"sampler_kl": gap})
+
+    def _effort(self, step: int, efforts: list[float]) -> Alarm | None:
+        if not efforts:
+            return None
+        effort, line = fmean(efforts), self.limits.effort
+        message = (
+            f"the clamp undoes {1 - math.exp(-effort):.0%} of the displacement every step, good and bad alike. "
+            "Raise beta or lower the learning rate: the price should carry the load."
+        )
+        return self._alarm("clamp_works_hard", step, effort > line, effort < CLEAR * line, message, {"effort": effort})
+
+    def _alarm(
+        self, kind: str, step: int, crossed: bool, clear: bool, message: str, figures: dict[str, float]
+    ) -> Alarm | None:
+        """The alarm if it was just crossed; hysteresis keeps it quiet until it has been clear again."""
+        if kind in self.raised:
+            if clear:
+                self.raised.discard(kind)
+            return None
+        if not crossed:
+            return None
+        self.raised.add(kind)
+        return Alarm(kind, step, message, figures)
+
+    def _write(self, row: dict[str, float], alarms: list[Alarm]) -> None:
+        if self.path is None:
+            return
+        # JSON has no NaN; a string keeps the line readable for every parser.
+        line: dict[str, Any] = {k: v if math.isfinite(v) else str(v) for k, v in row.items()}
+        if alarms:
+            line["alarms"] = [a.to_dict() for a in alarms]
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise ConfigError(f"Monitor.path {str(self.path)!r} cannot be written: {error}. Choose another.") from error
