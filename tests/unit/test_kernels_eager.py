@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,6 +16,15 @@ from klamp.errors import ConfigError, KlampError
 from klamp.kernels import eager, passes
 
 FLOAT64 = 1e-9
+
+
+@pytest.fixture(autouse=True)
+def _native_products() -> Iterator[None]:
+    """Some virtual machines advertise AMX and trap on it; PyTorch's own products do not use it."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    yield
+    torch._C._set_mkldnn_enabled(before)
 
 
 def problem(

@@ -125,6 +125,12 @@ def expand(x: Tensor, ref: Tensor | None, tokens: Tensor, scaling: Scaling) -> E
     lse = z.gather(1, at).squeeze(1) - picked
     p = torch.exp(logp, out=z)
     entropy = -dot(p, logp)
+    excluded = None
+    if bool(torch.isnan(entropy).any()):
+        # A token the policy excludes (logit -inf) adds nothing to any sum; 0 · inf would say NaN.
+        excluded = logp == -torch.inf
+        logp.masked_fill_(excluded, 0)
+        entropy = -dot(p, logp)
     if ref is None:
         return Expanded(p, logp, None, RowStats(picked, None, None, entropy, lse, None))
     zr = scaled(ref, scaling)
@@ -132,11 +138,9 @@ def expand(x: Tensor, ref: Tensor | None, tokens: Tensor, scaling: Scaling) -> E
     ref_picked = ref_logp.gather(1, at).squeeze(1)
     ref_lse = zr.gather(1, at).squeeze(1) - ref_picked
     d = torch.sub(logp, ref_logp, out=zr)
+    if excluded is not None:
+        d.masked_fill_(excluded, 0)
     kl = dot(p, d)
-    if not bool(torch.isfinite(kl).all()):
-        # A token the policy excludes (logit -inf) costs nothing; 0 · inf would say NaN.
-        d.masked_fill_(p == 0, 0)
-        kl = dot(p, d)
     return Expanded(p, logp, d, RowStats(picked, ref_picked, kl.clamp(min=0), entropy, lse, ref_lse))
 
 
@@ -147,9 +151,7 @@ def backward(chunk: Expanded, tokens: Tensor, up: Upstream, scaling: Scaling) ->
     if up.logp is not None:
         slope = slope - up.logp
     if up.entropy is not None:
-        # -inf where the policy excludes a token; there p is 0 and the product's limit too.
-        log = logp if scaling.softcap is None else logp.clone()
-        inner = torch.where(p > 0, log, 0.0).add_(stats.entropy.unsqueeze(1)).mul_(-up.entropy.unsqueeze(1))
+        inner = (logp + stats.entropy.unsqueeze(1)).mul_(-up.entropy.unsqueeze(1))
         if up.kl is not None and d is not None and stats.kl is not None:
             inner.addcmul_(d - stats.kl.unsqueeze(1), up.kl.unsqueeze(1))
         grad = inner.add_(slope.unsqueeze(1)).mul_(p)
@@ -180,8 +182,5 @@ def chain(grad: Tensor, logp: Tensor, lse: Tensor, scaling: Scaling) -> Tensor:
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """``Σ_j a_j b_j`` of each row, without writing the products out; ``0 · -inf`` counts 0."""
-    value = torch.bmm(a.unsqueeze(1), b.unsqueeze(2)).view(-1)
-    if bool(torch.isnan(value).any()):
-        value = torch.where(a == 0, 0.0, a * b).sum(-1)
-    return value
+    """``Σ_j a_j b_j`` of each row, without writing the products out."""
+    return torch.bmm(a.unsqueeze(1), b.unsqueeze(2)).view(-1)
