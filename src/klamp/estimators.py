@@ -4,6 +4,9 @@ Names: π the policy, ref the reference, μ the sampler; ``d = logp - ref_logp``
 Everything estimates KL(π‖ref) unless its name says otherwise. Shapes: [B, T] log-probs, [..., V] logits; nothing is
 broadcast. ``ref_logp`` and ``old_logp`` are constants: no gradient is meant to reach them.
 
+Where a loss gives a token no weight, its gradient is 0 whatever stands there: a NaN, an infinity or an overflow at a
+masked place stays at that place, in the value and in the backward pass (plain autograd makes 0 · inf = NaN of it).
+
 What a value estimates and what its gradient descends are different questions. The second depends on where the value
 is put: :mod:`klamp.placements` says which pairs are right, ``klamp audit`` proves it.
 """
@@ -71,7 +74,8 @@ def k3(logp: Tensor, ref_logp: Tensor, *, tail: float | None = None) -> Tensor:
 
 def absolute(logp: Tensor, ref_logp: Tensor) -> Tensor:
     """``|d|``. Not a KL estimate: it is of the order of its square root, and its gradient does not vanish at ref."""
-    return k1(logp, ref_logp).abs()
+    d = k1(logp, ref_logp)
+    return _with_slope(d.abs(), d, d.sign())
 
 
 def k3_clamped(logp: Tensor, ref_logp: Tensor, limit: float = 10.0) -> Tensor:
@@ -88,13 +92,15 @@ def r_log_r(logp: Tensor, ref_logp: Tensor) -> Tensor:
     nats, 43 times at 2.5.
     """
     d = k1(logp, ref_logp)
-    return d.exp() * d
+    ratio = d.exp()
+    return _with_slope(ratio * d, d, ratio * (1 + d))
 
 
 def chi2_minus_kl(logp: Tensor, ref_logp: Tensor) -> Tensor:
     """``expm1(d) - d``: trlx's statistic. On samples of π it estimates χ²(π‖ref) − KL(π‖ref), not a KL; it is here for
     people who must reproduce old dashboards."""
-    return _bregman(-k1(logp, ref_logp))
+    d = k1(logp, ref_logp)
+    return _with_slope(_bregman(-d), d, torch.expm1(d))
 
 
 def exact(logits: Tensor, ref_logits: Tensor) -> Tensor:
@@ -103,13 +109,13 @@ def exact(logits: Tensor, ref_logits: Tensor) -> Tensor:
     Logits or log-probs, [..., V]. A token that π excludes (−inf) costs nothing; one that only ref excludes costs ∞.
     """
     logits, ref_logits = _pair(logits, ref_logits, ("logits", "ref_logits"))
-    return _divergence(logits.log_softmax(-1), ref_logits.log_softmax(-1))
+    return cast(Tensor, _Divergence.apply(logits, ref_logits))  # type: ignore[no-untyped-call]
 
 
 def exact_forward(logits: Tensor, ref_logits: Tensor) -> Tensor:
     """``Σ_v ref_v (log ref_v - log π_v)`` over the last axis: KL(ref‖π), the other direction."""
     logits, ref_logits = _pair(logits, ref_logits, ("logits", "ref_logits"))
-    return _divergence(ref_logits.log_softmax(-1), logits.log_softmax(-1))
+    return cast(Tensor, _Divergence.apply(ref_logits, logits))  # type: ignore[no-untyped-call]
 
 
 def top_k_exact(logits: Tensor, ref_logits: Tensor, tokens: Tensor, k: int = 16) -> Tensor:
@@ -146,7 +152,8 @@ def fitted(logp: Tensor, ref_logp: Tensor, mask: Tensor | None = None) -> Tensor
     rows = torch.arange(d.shape[0], device=d.device).remainder(2) == 0
     even = rows.view(-1, *([1] * (d.dim() - 1))).expand_as(keep)
     from_odd, from_even = _control_variate(d, gap, keep & ~even), _control_variate(d, gap, keep & even)
-    kl: Tensor = d + torch.where(even, from_odd, from_even) * gap
+    # k3 plus what λ differs from 1: the same number as k1 + λ (r - 1), with its digits near d = 0.
+    kl: Tensor = _bregman(d) + (torch.where(even, from_odd, from_even) - 1) * gap
     return kl
 
 
@@ -165,12 +172,13 @@ def weighted(
     constant, which gives k2 that same gradient. ``tail=5.0`` continues k2 and k3 linearly beyond that log-ratio and
     keeps the log-weight inside ±5, so that value and gradient stay finite and keep pulling.
     """
-    k = _named(estimator)
-    _pair(logp, old_logp, ("logp", "old_logp"))
-    log_weight = k1(logp, old_logp)
+    k = _sampled("weighted", estimator)
+    log_weight = torch.sub(*_pair(logp, old_logp, ("logp", "old_logp")))
     if tail is None:
-        weight = log_weight.detach().exp() if detach_weight else log_weight.exp()
-        return weight * k(logp, ref_logp)
+        weight, kl = log_weight.exp(), k(logp, ref_logp)
+        value = _with_slope(weight * kl, kl, weight)
+        # ∇(w k) = w ∇k + w k ∇log w; the second part has the value 0.
+        return value if detach_weight else value + _with_slope(torch.zeros_like(kl), log_weight, weight * kl)
     if k not in (k2, k3):
         raise ConfigError(f"weighted(tail=...) is for k2 and k3, got {_name(k)!r}. Leave tail out for the formula.")
     edge = _edge(tail)
@@ -181,7 +189,7 @@ def weighted(
     # ∇(w k) = w (k + k') s. For k3 that is w d s, but as the difference of two numbers of the size of e^|d|.
     pull = k1(logp, ref_logp).clamp(-edge, edge)
     slope = weight * (pull if k is k3 else k2(logp, ref_logp, tail=edge) + pull)
-    return _with_slope(value.detach(), wide("logp", logp), slope.detach())
+    return _with_slope(value, wide("logp", logp), slope.detach())
 
 
 @overload
@@ -195,14 +203,14 @@ def straight_through(value: Tensor | Estimator, gradient: Tensor | Estimator) ->
     """
     if isinstance(value, Tensor) and isinstance(gradient, Tensor):
         same_shape(value=value, gradient=gradient)
-        return _through(value, gradient)
+        return cast(Tensor, _StraightThrough.apply(value, gradient))  # type: ignore[no-untyped-call]
     if callable(value) and callable(gradient):
         f, g = value, gradient
 
         def combined(logp: Tensor, ref_logp: Tensor) -> Tensor:
-            return _through(f(logp, ref_logp), g(logp, ref_logp))
+            return straight_through(f(logp, ref_logp), g(logp, ref_logp))
 
-        combined.__name__ = f"{_name(f)}+"
+        combined.__name__ = f"{_name(f)}+" if g is k2 else f"{_name(f)}+{_name(g)}"
         return combined
     raise ConfigError(
         "straight_through takes two tensors or two estimators, got one of each. Call the estimator first."
@@ -225,6 +233,8 @@ ESTIMATORS: dict[str, Estimator] = {
         chi2_minus_kl,
     )
 }
+NOT_SAMPLED = (exact, exact_forward, top_k_exact, fitted)
+"""These are no function of (logp, ref_logp) token by token, so no weight and no other gradient goes with them."""
 ALIASES = {"kl": "k1", "mse": "k2", "abs": "absolute", "full": "exact", "low_var_kl": "k3_clamped"}
 
 
@@ -235,11 +245,18 @@ def estimator(name: str) -> Estimator:
     found = ESTIMATORS.get(ALIASES.get(plain, plain))
     if found is None:
         raise unknown("estimator", name, [*ESTIMATORS, *ALIASES])
-    return straight_through(found, k2) if str(name).endswith("+") else found
+    return straight_through(_sampled(str(name), found), k2) if str(name).endswith("+") else found
 
 
-def _named(k: Estimator | str) -> Estimator:
-    return estimator(k) if isinstance(k, str) else k
+def _sampled(form: str, k: Estimator | str) -> Estimator:
+    """The estimator, refused for ``form`` when it is not one of (logp, ref_logp)."""
+    found = estimator(k) if isinstance(k, str) else k
+    if found in NOT_SAMPLED:
+        raise ConfigError(
+            f"{form} needs an estimator of (logp, ref_logp), got {_name(found)!r}. Use k1, k2 or k3; exact KL "
+            "needs neither a weight nor another gradient."
+        )
+    return found
 
 
 def _name(k: Estimator) -> str:
@@ -266,10 +283,10 @@ def _continued(
     d: Tensor, tail: float | None, f: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """``f(d)``, and beyond ``|d| = tail`` its tangent there: value and slope are continuous, and never let go."""
-    if tail is None:
-        return f(d)
-    inside = d.clamp(-_edge(tail), _edge(tail))
-    return f(inside) + slope(inside.detach()) * (d - inside)
+    inside = d if tail is None else d.clamp(-_edge(tail), _edge(tail))
+    steepness = slope(inside)
+    value = f(inside) if tail is None else f(inside) + steepness * (d - inside)
+    return _with_slope(value, d, steepness)
 
 
 def _bregman(d: Tensor) -> Tensor:
@@ -303,23 +320,34 @@ def _control_variate(d: Tensor, gap: Tensor, keep: Tensor) -> Tensor:
     centred_d = select(d - select(d, keep).sum() / count, keep)
     variance = (centred_gap * centred_gap).sum()
     fit = -(centred_gap * centred_d).sum() / variance
-    return torch.where(torch.isfinite(fit), fit, torch.ones_like(fit)).detach()
-
-
-def _through(value: Tensor, gradient: Tensor) -> Tensor:
-    return cast(Tensor, _StraightThrough.apply(value, gradient))  # type: ignore[no-untyped-call]
+    # A spread of the size of its own rounding says nothing about λ: tokens that are all alike.
+    rounding = 8 * torch.finfo(gap.dtype).eps
+    told = torch.isfinite(fit) & (variance > rounding**2 * select(gap * gap, keep).sum())
+    return torch.where(told, fit, torch.ones_like(fit)).detach()
 
 
 def _with_slope(value: Tensor, x: Tensor, slope: Tensor) -> Tensor:
-    return cast(Tensor, _Slope.apply(value, x, slope))  # type: ignore[no-untyped-call]
+    """``value`` with the derivative ``slope`` with respect to ``x``; where no gradient comes in, none goes out."""
+    return cast(Tensor, _Slope.apply(value.detach(), x, slope))  # type: ignore[no-untyped-call]
+
+
+def _masked_product(grad: Tensor, slope: Tensor) -> Tensor:
+    """``grad · slope``, and 0 where ``grad`` is 0: there 0 · inf would be NaN."""
+    return torch.where(grad == 0, torch.zeros_like(slope), grad * slope)
 
 
 class _StraightThrough(torch.autograd.Function):
     """Exact, where ``a - a.detach() + b.detach()`` loses the digits of the smaller number."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, value: Tensor, gradient: Tensor) -> Tensor:
+    def forward(value: Tensor, gradient: Tensor) -> Tensor:
         return value.detach().clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
@@ -327,14 +355,45 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class _Slope(torch.autograd.Function):
-    """A value with a given derivative with respect to ``x``."""
+    """A value with a given derivative with respect to ``x``; a slope with a graph of its own gives second ones."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, x: Tensor, slope: Tensor) -> Tensor:
-        ctx.save_for_backward(slope)
+    def forward(value: Tensor, x: Tensor, slope: Tensor) -> Tensor:
         return value.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(inputs[2])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
         (slope,) = ctx.saved_tensors
-        return None, grad * slope, None
+        return None, _masked_product(grad, slope), None
+
+
+class _Divergence(torch.autograd.Function):
+    """KL(p‖q) of two rows of logits, with ``∇ = p (δ - KL)`` and ``q - p``; only the logits are kept for it."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(logits: Tensor, others: Tensor) -> Tensor:
+        return _divergence(logits.log_softmax(-1), others.log_softmax(-1))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        logp, logq = (x.log_softmax(-1) for x in ctx.saved_tensors)
+        p, grad = logp.exp(), grad.unsqueeze(-1)
+        first = second = None
+        if ctx.needs_input_grad[0]:
+            delta = torch.where(p > 0, logp - logq, torch.zeros_like(p))
+            first = _masked_product(grad, p * (delta - (p * delta).sum(-1, keepdim=True)))
+        if ctx.needs_input_grad[1]:
+            second = _masked_product(grad, logq.exp() - p)
+        return first, second

@@ -13,6 +13,7 @@ A KL term in a loss gives the local part at best. The future part is what a toke
 
 from __future__ import annotations
 
+import functools
 from typing import Literal, NamedTuple
 
 import torch
@@ -21,6 +22,10 @@ from torch import Tensor
 from klamp.errors import ConfigError, require_number, unknown
 from klamp.estimators import ALIASES, ESTIMATORS
 from klamp.masked import as_mask, same_shape, select, sum_count, wide
+
+FARTHEST = 40.0
+"""Log-ratios of sampler and policy stop here, e^40 either way: one token beyond it is a broken sampler, and float32
+would make inf, and of the products NaN, of a few of them."""
 
 Centre = Literal["batch", "sequence", "none"]
 Price = float | Tensor
@@ -57,7 +62,7 @@ def in_advantage(
         )
     if centre == "batch":
         total, count = sum_count(kl, keep)
-        middle = total / count.clamp(min=1) if mean is None else torch.as_tensor(mean, dtype=kl.dtype, device=kl.device)
+        middle = total / count.clamp(min=1) if mean is None else _one_number("mean", mean, kl)
     elif centre == "sequence":
         middle = kl.sum(-1, keepdim=True) / keep.sum(-1, keepdim=True).clamp(min=1)
     elif centre == "none":
@@ -73,7 +78,10 @@ def in_loss(kl: Tensor, beta: Price, mask: Tensor | None = None, *, count: Price
     ``count`` gives the denominator from outside: the step's global token count, when the batch comes in parts.
     """
     total, own = sum_count(kl, mask)
-    return _price(beta) * total / (own.clamp(min=1) if count is None else count)
+    if count is not None and not isinstance(count, Tensor):
+        require_number("count", count, at_least=0, way_out="It is the number of counted tokens of the whole step.")
+    tokens = own if count is None else _one_number("count", count, total)
+    return _price(beta) * total / torch.where(tokens == 0, torch.ones_like(tokens), tokens)
 
 
 class SequenceKL(NamedTuple):
@@ -103,7 +111,8 @@ def sequence_exact(
 
     ``kl`` is the exact KL of each position, differentiable. ``w_t = e^(logp - old_logp)`` and ``w_{<u}`` is their
     product before u; without ``old_logp`` the samples are the policy's own and all weights are 1. ``max_weight``
-    truncates the products (None: exact, unbiased, with the variance that products of ratios have).
+    truncates the products (None: exact, unbiased, with the variance that products of ratios have). A tool's tokens in
+    the middle, masked, weigh 1 and cost nothing.
 
     ``objective`` is what the advantage goes into. ``"ratio"``: a loss ``-w_t A_t``, which multiplies by ``w_t`` once
     more, so the future enters as ``w_{<u} / w_t``. ``"score"``: a loss ``-A_t logp_t``, where it enters as ``w_{<u}``.
@@ -135,14 +144,20 @@ def _log_ratio(logp: Tensor | None, old_logp: Tensor | None, kl: Tensor, keep: T
         return torch.zeros_like(kl.detach())
     if logp is None:
         raise ConfigError("sequence_exact got old_logp without logp; the weights are their ratio. Pass both.")
+    new, old = wide("logp", logp).detach(), wide("old_logp", old_logp).detach()
     same_shape(kl=kl, logp=logp, old_logp=old_logp)
-    return select(wide("logp", logp).detach(), keep) - select(wide("old_logp", old_logp).detach(), keep)
+    if logp.dtype != old_logp.dtype:
+        raise ConfigError(
+            f"logp is {logp.dtype} and old_logp is {old_logp.dtype}; the difference in rounding alone would read as a "
+            "ratio. Compute both in the same dtype, best from float32 logits."
+        )
+    return (select(new, keep) - select(old, keep)).clamp(-FARTHEST, FARTHEST)
 
 
 def _prefix(log_w: Tensor, max_weight: float | None) -> Tensor:
     """``w_{<t}``: the product of the ratios before t, at most ``max_weight``."""
     before = torch.cat([torch.zeros_like(log_w[..., :1]), log_w[..., :-1]], -1)
-    product = before.cumsum(-1).exp()
+    product = before.cumsum(-1).clamp(max=FARTHEST).exp()
     if max_weight is None:
         return product
     way_out = "It truncates the product of ratios; None keeps it exact."
@@ -171,6 +186,14 @@ def _per_token(name: str, x: Tensor, kl: Tensor, mask: Tensor | None) -> tuple[T
     x, kl = wide(name, x), wide("kl", kl)
     same_shape(**{name: x, "kl": kl})
     return x, kl, as_mask(mask, kl)
+
+
+def _one_number(name: str, value: Price, like: Tensor) -> Tensor:
+    """``value`` as a tensor of one number in the dtype of ``like``."""
+    number = torch.as_tensor(value, dtype=like.dtype, device=like.device).detach()
+    if number.numel() != 1:
+        raise ConfigError(f"{name} must be one number, got shape {tuple(number.shape)}. Nothing is broadcast.")
+    return number.reshape(())
 
 
 def _need_rows(name: str, x: Tensor) -> None:
@@ -213,6 +236,7 @@ ACCEPTED = (
     Pair("k1", "in_reward", True, SEQUENCE, f"{SEQUENCE}, but for the ratio of the prefixes"),
     Pair("k1", "in_advantage", True, LOCAL, LOCAL_MU),
     Pair("k2", "in_loss", True, LOCAL, "KL(π‖ref) token by token without the weight π/μ"),
+    Pair("k2+", "in_loss", True, LOCAL, "KL(π‖ref) token by token without the weight π/μ"),
     Pair("k1+", "in_loss", True, LOCAL, "KL(π‖ref) token by token without the weight π/μ"),
     Pair("k3+", "in_loss", True, LOCAL, "KL(π‖ref) token by token without the weight π/μ"),
     Pair("weighted_k1", "in_loss", True, LOCAL, LOCAL_MU),
@@ -237,6 +261,10 @@ REFUSED_IN_REWARD = {
     "k3": ("KL(π‖ref) − KL(ref‖π): near the reference the two cancel and it pulls nowhere", "the same"),
     "exact": ("the future part alone: the KL of a position does not depend on the token sampled there", "the same"),
     "k2": ("part of the gradient of E[d²/2], not of a KL", "the same"),
+}
+REFUSED_IN_ADVANTAGE = {
+    "k3": ("KL(π‖ref) − KL(ref‖π) token by token: near the reference the two cancel", "the same, on prefixes of μ"),
+    "exact": ("nothing: the KL of a position does not depend on the token sampled there", "nothing"),
 }
 ANYWHERE = {
     "absolute": "total variation: the pull does not vanish at the reference",
@@ -279,10 +307,13 @@ def _verdict(estimator: str, placement: str) -> Pair:
         default = ("nothing that is known to be KL(π‖ref)", "the same", IN_LOSS)
         return refused(*REFUSED_IN_LOSS.get(estimator, default))
     default_reward = ("nothing near KL(π‖ref): only k1 has it for the gradient of its expected score", "the same")
-    return refused(*REFUSED_IN_REWARD.get(estimator, default_reward), f"k1 {placement}, or {BEST}")
+    known = REFUSED_IN_REWARD if placement == "in_reward" else REFUSED_IN_ADVANTAGE
+    return refused(*known.get(estimator, default_reward), f"k1 {placement}, or {BEST}")
 
 
 def _estimator_name(estimator: object) -> str:
+    while isinstance(estimator, functools.partial):  # partial(k3, tail=5.0) is k3
+        estimator = estimator.func
     name = estimator if isinstance(estimator, str) else str(getattr(estimator, "__name__", estimator))
     name = name.replace(" ", "_").replace("-", "_")
     form, plain = name, name
