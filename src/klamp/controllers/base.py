@@ -17,6 +17,8 @@ from klamp.errors import ConfigError, require_number
 from klamp.masked import Unit, check_unit
 
 Bounds = tuple[float, float]
+SMALLEST, LARGEST = 1e-300, 1e300
+"""Where a price without bounds stops, before a float underflows to 0 or overflows."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,23 @@ class Controller(Protocol):
 
 def skip(state: S, kl: float) -> S | None:
     """The state to return when ``kl`` is NaN or infinite: unchanged but for the count. None when ``kl`` is a number."""
-    return None if math.isfinite(kl) else replace(state, skipped=state.skipped + 1)
+    return None if math.isfinite(observed(kl)) else replace(state, skipped=state.skipped + 1)
+
+
+def observed(kl: object) -> float:
+    """``kl`` as a float, from a number or a tensor of one; anything else is refused."""
+    try:
+        return float(kl)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(
+            f"kl must be one number, got {kl!r}. Reduce it first: klamp.mean(kl, mask, per=...)."
+        ) from None
+
+
+def multiplied(beta: float, factor: float, bounds: Bounds | None) -> float:
+    """``beta · factor`` inside the bounds, and always a positive finite float: a product never leaves 0 or inf."""
+    low, high = bounds or (0.0, math.inf)
+    return clip(beta * factor, max(low, SMALLEST), min(high, LARGEST))
 
 
 def clip(x: float, low: float, high: float) -> float:
@@ -107,7 +125,9 @@ def check_bounds(name: str, bounds: Bounds | None, *, around: float | None = Non
     if not isinstance(bounds, tuple | list) or len(bounds) != 2:
         raise ConfigError(f"{name}.bounds must be a pair (low, high), got {bounds!r}. Example: bounds=(1e-4, 10.0).")
     low = require_number(f"{name}.bounds[0]", bounds[0], at_least=0, way_out="A price is never negative.")
-    if math.isnan(float(bounds[1])) or not low < float(bounds[1]):
+    if bounds[1] != math.inf:
+        require_number(f"{name}.bounds[1]", bounds[1], way_out="It is the highest price; math.inf for none.")
+    if not low < float(bounds[1]):
         raise ConfigError(f"{name}.bounds must be (low, high) with low < high, got {bounds!r}. Swap the two.")
     if around is not None and not low <= around <= bounds[1]:
         raise ConfigError(f"{name}.{field} must lie inside bounds {bounds!r}, got {around!r}. Widen the bounds.")

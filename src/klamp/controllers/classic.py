@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from klamp.controllers.base import Bounds, State, check_bounds, check_target, clip, skip
+from klamp.controllers.base import Bounds, State, check_bounds, check_target, clip, multiplied, observed, skip
 from klamp.errors import ConfigError, require_number
 from klamp.masked import Unit
 
@@ -40,6 +40,13 @@ class Scheduled:
 
     schedule: Callable[[int], float]
     """Maps the number of updates so far to beta >= 0."""
+
+    def __post_init__(self) -> None:
+        if not callable(self.schedule):
+            raise ConfigError(
+                f"Scheduled.schedule must be a function of the number of updates, got {self.schedule!r}. "
+                "For a constant use Fixed(beta=...)."
+            )
 
     def init(self) -> State:
         """``schedule(0)``."""
@@ -98,15 +105,15 @@ class Ziegler:
         skipped = skip(state, kl)
         if skipped:
             return skipped
-        error = clip(kl / self.target - 1, -self.max_error, self.max_error)
+        require_number("n", n, at_least=0, way_out="It is the number of sequences behind this KL.")
+        error = clip(observed(kl) / self.target - 1, -self.max_error, self.max_error)
         factor = 1 + error * n / self.horizon
         if factor <= 0:
             raise ConfigError(
                 f"Ziegler.update would multiply beta by {factor:.3g} with n={n} and horizon={self.horizon:g}, and a "
                 f"price is never negative. Keep n below horizon / max_error = {self.horizon / self.max_error:g}."
             )
-        beta = state.beta * factor
-        return replace(state, beta=clip(beta, *self.bounds) if self.bounds else beta, updates=state.updates + 1)
+        return replace(state, beta=multiplied(state.beta, factor, self.bounds), updates=state.updates + 1)
 
 
 @dataclass(frozen=True)
@@ -143,8 +150,8 @@ class Exponential:
         if skipped:
             return skipped
         # The bounds hold after any exponent; clipping it first keeps exp from overflowing on the way there.
-        change = clip(self.gain * (kl - self.target), -700.0, 700.0)
-        return replace(state, beta=clip(state.beta * math.exp(change), *self.bounds), updates=state.updates + 1)
+        factor = math.exp(clip(self.gain * (observed(kl) - self.target), -700.0, 700.0))
+        return replace(state, beta=multiplied(state.beta, factor, self.bounds), updates=state.updates + 1)
 
 
 @dataclass(frozen=True)
@@ -180,9 +187,9 @@ class Doubling:
         skipped = skip(state, kl)
         if skipped:
             return skipped
-        factor = 1.0
+        kl, factor = observed(kl), 1.0
         if kl > self.target * self.tolerance:
             factor = self.factor
         elif kl < self.target / self.tolerance:
             factor = 1 / self.factor
-        return replace(state, beta=clip(state.beta * factor, *self.bounds), updates=state.updates + 1)
+        return replace(state, beta=multiplied(state.beta, factor, self.bounds), updates=state.updates + 1)

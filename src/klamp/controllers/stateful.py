@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from klamp.controllers.base import Controller, State
+from klamp.controllers.base import Controller, State, observed
 from klamp.errors import ConfigError
 
 
@@ -30,7 +30,7 @@ class Stateful:
                 f"Stateful.update takes one KL, got current={current!r} and current_kl={current_kl!r}. Pass either."
             )
         kl = current_kl if current is None else current
-        self.state = self.controller.update(self.state, float(kl), int(n_steps))
+        self.state = self.controller.update(self.state, observed(kl), int(n_steps))
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain JSON values."""
