@@ -59,7 +59,7 @@ class Alarm:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return asdict(self)
+        return {**asdict(self), "figures": _plain(self.figures)}
 
 
 class Monitor:
@@ -108,11 +108,12 @@ class Monitor:
         given = {"kl": kl, "beta": beta, "sampler_kl": sampler_kl, "effort": effort}
         row = {k: float(v) for k, v in given.items() if v is not None}
         row |= {f"kl/{k}": float(v) for k, v in (estimates or {}).items()}
-        alarms = [a for a in self._non_finite(step, row) if a]
+        bad = {k: v for k, v in row.items() if not math.isfinite(v)}
         self.steps += 1
-        if not alarms:
-            alarms = [a for a in self._judge(step, row) if a]
+        if not bad:
             self.window.append(row)
+        found = [self._non_finite(step, bad), *(() if bad else self._judge(step))]
+        alarms = [a for a in found if a]
         self._write({"step": step, **row, **{k: float(v) for k, v in extra.items()}}, alarms)
         for alarm in alarms:
             logger.warning("%s at step %d: %s", alarm.kind, alarm.step, alarm.message)
@@ -142,34 +143,33 @@ class Monitor:
         self.window.extend(saved["window"])
         self.steps, self.raised = int(saved["steps"]), set(saved["raised"])
 
-    def _judge(self, step: int, row: dict[str, float]) -> Iterator[Alarm | None]:
-        past = self.window
-        recent = [*list(past)[-(past.maxlen or 1) + 1 :], row]
-        enough = len(recent) >= self.limits.fewest
-        mean = fmean(r["kl"] for r in recent)
+    def _judge(self, step: int) -> Iterator[Alarm | None]:
+        *past, row = self.window
+        few = min(self.limits.fewest, self.window.maxlen or 1)
+        enough = len(self.window) >= few
         if self.target is not None and enough:
+            mean = fmean(r["kl"] for r in self.window)
             yield self._drifting(step, mean, self.target)
             yield self._not_learning(step, mean, self.target)
-        if len(past) >= self.limits.fewest:
+        if past and len(past) >= few - 1:
             yield self._spike(step, row["kl"], median(r["kl"] for r in past))
         yield self._bound(step, row.get("beta"))
         if enough:
-            yield from self._disagreement(step, recent, mean)
-            yield self._sampler(step, [abs(r["sampler_kl"]) for r in recent if "sampler_kl" in r])
-            yield self._effort(step, [r["effort"] for r in recent if "effort" in r])
+            yield from self._disagreement(step)
+            yield self._sampler(step, [abs(r["sampler_kl"]) for r in self.window if "sampler_kl" in r])
+            yield self._effort(step, [r["effort"] for r in self.window if "effort" in r])
 
-    def _non_finite(self, step: int, row: dict[str, float]) -> Iterator[Alarm | None]:
-        bad = {k: v for k, v in row.items() if not math.isfinite(v)}
+    def _non_finite(self, step: int, bad: dict[str, float]) -> Alarm | None:
         message = (
             f"{', '.join(f'{k} is {v}' for k, v in bad.items())}. The step is left out of the window; look for "
             "overflowing log-probs or an empty batch, and skip the update."
         )
-        yield self._alarm("non_finite", step, bool(bad), not bad, message, {})
+        return self._alarm("non_finite", step, bool(bad), not bad, message, bad)
 
     def _drifting(self, step: int, mean: float, target: float) -> Alarm | None:
         line = self.limits.drifting * target
         message = (
-            f"KL is {mean:.4g} nats per {self.per} over the last {len(self.window) + 1} steps, "
+            f"KL is {mean:.4g} nats per {self.per} over the last {len(self.window)} steps, "
             f"{mean / target:.1f} times its target {target:g}. Raise beta, lower the learning rate, or clamp."
         )
         figures = {"kl": mean, "target": target}
@@ -186,7 +186,8 @@ class Monitor:
         return self._alarm("not_learning", step, low, mean > line / CLEAR, message, figures)
 
     def _spike(self, step: int, kl: float, usual: float) -> Alarm | None:
-        line = self.limits.spike * usual
+        # While KL ramps up from 0 every step is many medians high; below where learning starts that is no news.
+        line = max(self.limits.spike * usual, self.limits.not_learning * (self.target or 0.0))
         message = (
             f"KL jumped to {kl:.4g}, {kl / usual if usual > 0 else math.inf:.1f} times its median {usual:.4g}. Look at "
             "this step's samples and rewards; if it repeats, lower the learning rate or clip gradients."
@@ -200,23 +201,26 @@ class Monitor:
             return None
         low, high = self.bounds
         at = beta <= low or beta >= high
+        inside = low < CLEAR * beta and beta < CLEAR * high
         message = (
             f"beta is at its bound {beta:.4g} of [{low:g}, {high:g}] and can steer no further that way. Widen the "
             "bounds, or change the target or the learning rate."
         )
-        return self._alarm("beta_at_bound", step, at, not at, message, {"beta": beta, "low": low, "high": high})
+        return self._alarm("beta_at_bound", step, at, inside, message, {"beta": beta, "low": low, "high": high})
 
-    def _disagreement(self, step: int, recent: list[dict[str, float]], mean: float) -> Iterator[Alarm | None]:
-        for key in sorted({k for r in recent for k in r if k.startswith("kl/")}):
-            other = fmean(r[key] for r in recent if key in r)
-            size = max(abs(mean), abs(other))
-            gap = abs(other - mean) / size if size > 0 else 0.0
+    def _disagreement(self, step: int) -> Iterator[Alarm | None]:
+        for key in sorted({k for r in self.window for k in r if k.startswith("kl/")}):
+            both = [(r["kl"], r[key]) for r in self.window if key in r]
+            own, other = fmean(a for a, _ in both), fmean(b for _, b in both)
+            # Relative to a tenth of the target at least: at the reference both are noise around 0.
+            size = max(abs(own), abs(other), 0.1 * (self.target or 0.0))
+            gap = abs(other - own) / size if size > 0 else 0.0
             message = (
-                f"two estimates of the same KL disagree over the window: {mean:.4g} and {other:.4g} by {key[3:]}. "
+                f"two estimates of the same KL disagree over the window: {own:.4g} and {other:.4g} by {key[3:]}. "
                 "Trust the exact one; check that both use the sampling temperature, the same mask and the same samples."
             )
             line = self.limits.disagreement
-            kind, figures = f"estimators_disagree:{key[3:]}", {"kl": mean, key: other}
+            kind, figures = f"estimators_disagree:{key[3:]}", {"kl": own, key: other}
             yield self._alarm(kind, step, gap > line, gap < CLEAR * line, message, figures)
 
     def _sampler(self, step: int, gaps: list[float]) -> Alarm | None:
@@ -255,8 +259,7 @@ class Monitor:
     def _write(self, row: dict[str, float], alarms: list[Alarm]) -> None:
         if self.path is None:
             return
-        # JSON has no NaN; a string keeps the line readable for every parser.
-        line: dict[str, Any] = {k: v if math.isfinite(v) else str(v) for k, v in row.items()}
+        line = _plain(row)
         if alarms:
             line["alarms"] = [a.to_dict() for a in alarms]
         try:
@@ -265,3 +268,8 @@ class Monitor:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
             raise ConfigError(f"Monitor.path {str(self.path)!r} cannot be written: {error}. Choose another.") from error
+
+
+def _plain(figures: Mapping[str, float]) -> dict[str, Any]:
+    """JSON has no NaN; a string keeps the line readable for every parser."""
+    return {k: v if math.isfinite(v) else str(v) for k, v in figures.items()}
