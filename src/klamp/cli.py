@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from klamp import __version__
-from klamp.errors import KlampError
+from klamp.errors import ConfigError, KlampError
 
 if TYPE_CHECKING:
     from klamp.audit import Finding
@@ -29,7 +29,9 @@ def audit(function: str | None = None, /, *, json: bool = False, worlds: int = 2
     """
     from klamp.audit import audit_function, audit_matrix, load_function
 
-    seeds = range(max(1, worlds))
+    if worlds < 1:
+        raise ConfigError(f"--worlds must be >= 1, got {worlds}. The default is 20.")
+    seeds = range(worlds)
     if function is None:
         findings = _with_progress(lambda watch: audit_matrix(seeds, watch=watch), quiet=json)
     else:

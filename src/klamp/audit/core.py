@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from statistics import median
 from typing import Any
 
@@ -83,7 +83,7 @@ class Finding:
 
 def read(term: Term, world: World, *, stale: bool, rescale: bool = False) -> Reading:
     """What ``term`` does in ``world``; ``rescale`` forgives a constant factor, such as a mean's denominator."""
-    batch = _batch(world, stale)
+    batch = _fresh(_batch(world, stale))
     leaves = (batch.logp, batch.kl, batch.forward_kl)
     loss = term(batch)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -92,6 +92,11 @@ def read(term: Term, world: World, *, stale: bool, rescale: bool = False) -> Rea
     parts: Sequence[Tensor | None] = (None, None, None)
     if loss.requires_grad:
         parts = torch.autograd.grad(loss.reshape(()), leaves, allow_unused=True)
+    if any(part is not None and not part[batch.mask].isfinite().all() for part in parts):
+        raise ConfigError(
+            "the audited function has a NaN or infinite gradient at counted tokens of finite log-probs. "
+            "Look for a division by zero, or an exp of something large."
+        )
     rows = torch.zeros(len(batch.probability), world.policy.numel(), dtype=torch.float64)
     for part, jacobian in zip(parts, _jacobians(world), strict=True):
         if part is not None:
@@ -155,6 +160,12 @@ def _batch(world: World, stale: bool) -> Batch:
         probability=world.probability(sampler),
         future=world.before(),
     )
+
+
+def _fresh(batch: Batch) -> Batch:
+    """Its own copy, so that a function that writes into its arguments spoils no other reading."""
+    copies = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    return Batch(**{k: v.detach().clone().requires_grad_(v.requires_grad) for k, v in copies.items()})
 
 
 @functools.lru_cache(maxsize=256)

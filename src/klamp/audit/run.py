@@ -39,7 +39,14 @@ def audit_function(loss: Loss, *, name: str | None = None, seeds: Iterable[int] 
     """
 
     def term(batch: Batch) -> Tensor:
-        return loss(batch.logp, batch.ref_logp, batch.old_logp, batch.mask)
+        try:
+            return loss(batch.logp, batch.ref_logp, batch.old_logp, batch.mask)
+        except Exception as error:  # whatever a stranger's function may raise
+            first = (str(error).splitlines() or [""])[0]
+            raise ConfigError(
+                f"{label} raised {type(error).__name__}: {first}. It is called as f(logp, ref_logp, old_logp, mask) "
+                "with [N, T] tensors and returns one number."
+            ) from error
 
     label = name or str(getattr(loss, "__name__", "function"))
     return examine(label, term, seeds=list(seeds), rescale=True)
@@ -59,6 +66,11 @@ def load_function(path: str) -> Loss:
         raise ConfigError(
             f"function {path!r}: no module {error.name!r} here or installed. Run klamp in the folder that holds it."
         ) from None
+    except Exception as error:  # whatever a stranger's module may raise when it is imported
+        first = (str(error).splitlines() or [""])[0]
+        raise ConfigError(
+            f"function {path!r}: importing {module_name} raised {type(error).__name__}: {first}. Make it import first."
+        ) from error
     found = getattr(module, function_name, None)
     if not callable(found):
         known = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
