@@ -1,0 +1,296 @@
+"""``KLControl``: a callback that steers ``trainer.beta`` and clamps the updates of a TRL trainer.
+
+In TRL ``trainer.beta`` (not ``args.beta``) is read at every forward, so setting it between two steps steers. The KL
+observed is TRL's own, already reduced over all processes: one entry of ``trainer._metrics["train"]["kl"]`` per
+micro-batch in GRPO, per generated batch in RLOO.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple, cast
+
+from transformers import TrainerCallback
+from transformers.trainer_callback import TrainerState
+from trl.trainer.rloo_trainer import RLOOTrainer
+
+from klamp.clamp import Clamped, Gap, GapState, Scaler, lora_scaler, weights_scaler
+from klamp.clamp import clamp as clamp_kl
+from klamp.controllers import Controller, Hold, State
+from klamp.errors import ConfigError, KlampError, require_number
+from klamp.integrations import trl_checks as checks
+from klamp.integrations.trl_tokens import Inputs, OwnKL, Recorder, Trainer, counted, policy_of, reduce
+from klamp.masked import Unit
+from klamp.monitor import Alarm, Monitor, logger
+
+SAVED = "klamp.KLControl"
+"""The key of klamp's state in ``trainer_state.json``. It names no callback class on purpose: with
+``restore_callback_states_from_checkpoint`` the Trainer replaces a callback of that name by a new one without a trainer.
+"""
+
+LIMIT = 1.1
+"""The clamp's limit in targets, unless given: half of the band's upper side is left to the noise of the next batch."""
+
+MOVED = 1e-4
+"""Until KL has passed this share of the target the policy still is the reference, and a price has nothing to act on."""
+
+
+class Step(NamedTuple):
+    """What a step's micro-batches hold, over all processes."""
+
+    tokens: float
+    """Tokens that count."""
+    rows: float
+    """Completions with such a token."""
+    squares: float
+    """Sum over completions of the squared advantage."""
+
+
+class KLControl(TrainerCallback):
+    """Holds KL at the controller's target: the price steers, the clamp stops. Add it with ``trainer.add_callback``."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        controller: Controller,
+        *,
+        clamp: bool | None = None,
+        limit: float | None = None,
+        feed_forward: bool = True,
+        floor: float = 1e-8,
+        monitor: Monitor | None = None,
+    ) -> None:
+        """Refuses at once what would fail silently or late.
+
+        ``clamp``: measure KL again after each update and scale the displacement from the reference while it is over
+        ``limit`` (1.1 targets unless given); None: with a LoRA on its base only. ``feed_forward``: take the first
+        price from the first batch's advantages and lengths where the controller can (Hold). ``floor``: the least
+        price, because at beta 0 TRL stops measuring KL.
+        """
+        checks.check_trainer(trainer)
+        self.trainer, self.controller = trainer, controller
+        self.target: float | None = getattr(controller, "target", None)
+        self.per: Unit = getattr(controller, "per", None) or _own_unit(trainer)
+        checks.check_unit(trainer, self.per)
+        checks.check_reference(trainer)
+        checks.check_in_flight(trainer)
+        _check_alone(trainer)
+        self.floor = require_number(
+            "floor", floor, above=0, way_out="At beta 0 TRL measures no KL; 1e-8 prices nothing."
+        )
+        self.clamp = checks.lora_on_base(trainer) if clamp is None else clamp
+        if self.clamp:
+            checks.check_clamp(trainer)
+        self.limit = self._limit(limit)
+        self.feed_forward = feed_forward
+        bounds = getattr(controller, "bounds", None)
+        self.monitor = monitor or Monitor(self.target, self.per if self.target else None, bounds=bounds)
+        self.gap = Gap()
+        self.recorder = Recorder(trainer)
+        self._start()
+
+    def _limit(self, limit: float | None) -> float:
+        if limit is None and self.clamp and self.target is None:
+            raise ConfigError(
+                f"limit is missing: {type(self.controller).__name__} has no target to derive it from. Pass limit=... "
+                f"in nats per {self.per}, or clamp=False."
+            )
+        if limit is None:
+            return LIMIT * (self.target or math.inf)
+        return require_number("limit", limit, above=0, way_out=f"It is a KL in nats per {self.per}.")
+
+    def _start(self) -> None:
+        """The state before the first step."""
+        self.state: State = self.controller.init()
+        self.gap_state = GapState()
+        self.own_kl = math.nan
+        self.moved = self.settled = False
+
+    # The Trainer's events
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Continue from the checkpoint where there is one, and set the price."""
+        checks.check_in_flight(self.trainer)
+        saved = _kept(state).get(SAVED)
+        if saved is not None:
+            self.load_state_dict(saved)
+        self._own = OwnKL(self.trainer, self.per) if self.clamp else None
+        self._scaler = self._displacement() if self.clamp else None
+        self.recorder.attach()
+        self._set_price()
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Where this step's entries in TRL's metrics begin, and whether its tokens are new to the policy."""
+        trainer = self.trainer
+        self._logged = len(trainer._metrics["train"].get("kl", ()))
+        per_batch, often = trainer.args.steps_per_generation, trainer.num_iterations
+        self._fresh = trainer._buffered_inputs is None or trainer._step % (per_batch * often) < per_batch
+        self.recorder.batches = []
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Observe, clamp, steer, publish, save: after the optimiser's step, before TRL logs and writes a checkpoint."""
+        batches = self.recorder.batches
+        kl, step = self._observe(batches)
+        clamped = self._clamp(batches, kl)
+        self._publish(state.global_step, kl, clamped)
+        self._steer(kl, step, clamped)
+        self._set_price()
+        _kept(state)[SAVED] = self.state_dict()
+        self.recorder.batches = []
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Leave the trainer as it was found, at the last price."""
+        self.recorder.detach()
+
+    # What a step does
+
+    def _observe(self, batches: Sequence[Inputs]) -> tuple[float | None, Step]:
+        """This step's KL in the unit ``per`` from TRL's token means, and its counts; None where TRL measured none."""
+        logged = self.trainer._metrics["train"].get("kl", [])[self._logged :]
+        if not logged and not isinstance(self.trainer, RLOOTrainer):
+            raise KlampError(
+                "TRL logged no `kl` this step although beta > 0. Either another callback cleared its metrics, or this "
+                "version of TRL names it differently: klamp was made for 1.16."
+            )
+        # RLOO measures once for a generated batch, of which this step may train on a part only.
+        whole = self.trainer._buffered_inputs if isinstance(self.trainer, RLOOTrainer) and len(logged) == 1 else None
+        table = [Step(*row) for row in reduce(self.trainer, [_count(b) for b in whole or batches])]
+        step = Step(*(sum(column) for column in zip(*table, strict=True)))
+        if not logged:
+            return None, step
+        each = len(table) // len(logged)
+        tokens = [sum(s.tokens for s in table[i * each : (i + 1) * each]) for i in range(len(logged))]
+        total = math.fsum(kl * n for kl, n in zip(logged, tokens, strict=True))
+        return total / max(step.tokens if self.per == "token" else step.rows, 1.0), step
+
+    def _clamp(self, batches: Sequence[Inputs], kl: float | None) -> Clamped | None:
+        """Measure on the step's own tokens and scale until KL is under the limit that keeps fresh KL under its own."""
+        if self._own is None or self._scaler is None:
+            return None
+        if kl is not None and self._fresh:
+            self.gap_state = self.gap.update(self.gap_state, kl, self.own_kl)
+        result = clamp_kl(self._own.on(batches), self._scaler, self.gap.limit(self.gap_state, self.limit))
+        self._own.on(())
+        self.own_kl = result.kl_after
+        return result
+
+    def _steer(self, kl: float | None, step: Step, clamped: Clamped | None) -> None:
+        """The next price, once the policy has left its reference."""
+        if not self.settled:
+            self.state = self._first_price(step)
+            self.settled = True
+        if kl is None:
+            return
+        self.moved = self.moved or not abs(kl) <= MOVED * (self.target or 1.0)
+        if not self.moved:
+            return
+        rows = max(1, round(step.rows))
+        if isinstance(self.controller, Hold):
+            effort = clamped.effort if clamped else 0.0
+            self.state = self.controller.update(self.state, kl, rows, effort=effort)  # type: ignore[arg-type]
+        else:
+            self.state = self.controller.update(self.state, kl, rows)
+
+    def _first_price(self, step: Step) -> State:
+        """Hold's feed-forward from the spread of the advantages; the controller's own start where there is none.
+
+        RLOO with normalised advantages prices before it normalises, so their spread says nothing about the price.
+        """
+        spread = math.sqrt(step.squares / max(step.rows, 1.0))
+        hidden = getattr(self.trainer.args, "normalize_advantages", False)
+        if not self.feed_forward or not isinstance(self.controller, Hold) or spread < 1e-6 or hidden:
+            return self.state
+        return self.controller.init(spread=spread, length=step.tokens / max(step.rows, 1.0))
+
+    def _set_price(self) -> None:
+        self.trainer.beta = max(self.state.beta, self.floor)
+
+    def _displacement(self) -> Scaler:
+        model, reference = policy_of(self.trainer), self.trainer.ref_model
+        if reference is None:
+            return lora_scaler(model)
+        return weights_scaler(model, dict(self.trainer.accelerator.unwrap_model(reference).named_parameters()))
+
+    # What others see
+
+    def _publish(self, at: int, kl: float | None, clamped: Clamped | None) -> None:
+        """Into TRL's metrics, which average over ``logging_steps`` and go to every tracker."""
+        figures = {"beta": float(self.trainer.beta)}
+        if self.target is not None:
+            figures["target"] = self.target
+        if clamped is not None:
+            figures |= {"effort": clamped.effort, "own_kl": clamped.kl_after, "gap": self.gap_state.ratio}
+        if kl is not None:
+            alarms = self._alarms(at, kl, clamped)
+            figures |= {"kl": kl, "alarms": float(len(alarms))} | {f"alarm/{a.kind}": 1.0 for a in alarms}
+            if self.target is not None:
+                figures["in_band"] = float(abs(kl / self.target - 1) <= 0.2)
+        for name, value in figures.items():
+            self.trainer._metrics["train"][f"klamp/{name}"].append(value)
+
+    def _alarms(self, at: int, kl: float, clamped: Clamped | None) -> list[Alarm]:
+        effort = clamped.effort if clamped else None
+        alarms = self.monitor.record(at, kl=kl, beta=float(self.trainer.beta), effort=effort)
+        line = 0.01 * (self.target or 1.0)
+        if at == 1 and self.monitor.steps == 1 and kl > line:
+            message = (
+                f"KL is {kl:.4g} before the first update, where policy and reference should be one. Look for dropout "
+                "(disable_dropout=True), or weights that TRL's reference was not loaded with."
+            )
+            logger.warning("off_reference at step %d: %s", at, message)
+            alarms.append(Alarm("off_reference", at, message, {"kl": kl}))
+        if clamped is not None and not clamped.held:
+            message = (
+                f"the clamp could not bring KL from {clamped.kl_before:.4g} under its limit. Lower the learning rate."
+            )
+            logger.warning("clamp_lost at step %d: %s", at, message)
+            alarms.append(Alarm("clamp_lost", at, message, {"kl": clamped.kl_after}))
+        return alarms
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON values; part of ``trainer_state.json`` in each of the trainer's checkpoints."""
+        return {
+            "per": self.per,
+            "controller": self.state.to_dict(),
+            "monitor": self.monitor.state_dict(),
+            "gap": asdict(self.gap_state),
+            "own_kl": self.own_kl if math.isfinite(self.own_kl) else None,
+            "moved": self.moved,
+            "settled": self.settled,
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state_dict`."""
+        if saved["per"] != self.per:
+            raise ConfigError(
+                f"the checkpoint was steered per {saved['per']}, this controller is per {self.per}. Give the "
+                "controller the unit of the checkpoint, or start without resuming."
+            )
+        self.state = State.from_dict(saved["controller"])
+        self.monitor.load_state_dict(saved["monitor"])
+        self.gap_state = GapState(**saved["gap"])
+        self.own_kl = math.nan if saved["own_kl"] is None else float(saved["own_kl"])
+        self.moved, self.settled = bool(saved["moved"]), bool(saved["settled"])
+
+
+def _count(inputs: Inputs) -> tuple[float, float, float]:
+    mask, advantages = counted(inputs), inputs["advantages"].float()
+    squares = advantages.square().reshape(len(advantages), -1).mean(1)
+    return float(mask.sum()), float(mask.any(1).sum()), float(squares.sum())
+
+
+def _kept(state: TrainerState) -> dict[str, Any]:
+    """What goes into ``trainer_state.json`` with each checkpoint; declared a list, a dictionary from the start on."""
+    return cast(dict[str, Any], state.stateful_callbacks)
+
+
+def _own_unit(trainer: Trainer) -> Unit:
+    """The unit a controller without one is read in: that of the trainer's price."""
+    return "sequence" if isinstance(trainer, RLOOTrainer) else "token"
+
+
+def _check_alone(trainer: Trainer) -> None:
+    if any(isinstance(c, KLControl) for c in trainer.callback_handler.callbacks):
+        raise ConfigError("the trainer already has a KLControl; two of them would fight over beta. Remove one.")
