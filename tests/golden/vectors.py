@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -148,8 +147,3 @@ def numbers(x: Any) -> Any:
 def grad_of(value: Tensor, x: Tensor) -> Tensor:
     """The derivative of the plain sum of ``value`` with respect to ``x``."""
     return torch.autograd.grad(value.sum(), x, retain_graph=True)[0]
-
-
-def is_nan(x: object) -> bool:
-    """Whether ``x`` is the float NaN."""
-    return isinstance(x, float) and math.isnan(x)
