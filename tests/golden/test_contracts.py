@@ -81,6 +81,12 @@ def test_it_is_read_first_and_updated_afterwards(system: str) -> None:
 
 
 @pytest.mark.parametrize("system", CONTRACTS)
+def test_its_settings_can_be_read(system: str) -> None:
+    settings = CONTRACTS[system][0]().controller
+    assert (settings.init_beta, settings.target, settings.horizon, settings.max_error) == (0.2, 0.1, 1_000, 0.2)
+
+
+@pytest.mark.parametrize("system", CONTRACTS)
 @pytest.mark.parametrize("name", ANY)
 def test_any_controller_answers_to_every_call(name: str, system: str) -> None:
     _, call = CONTRACTS[system]
