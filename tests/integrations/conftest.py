@@ -58,6 +58,7 @@ def make_trainer(model: str, out: Path | str, *, kind: str = "GRPO", lora: Any =
     import trl
     from datasets import Dataset
     from peft import LoraConfig
+    from transformers import PrinterCallback
 
     extra = {k: settings.pop(k) for k in ("trainer_class", "trainer_kwargs", "policy") if k in settings}
     defaults: dict[str, Any] = {
@@ -81,7 +82,7 @@ def make_trainer(model: str, out: Path | str, *, kind: str = "GRPO", lora: Any =
     args = getattr(trl, f"{kind}Config")(**(defaults | settings))
     if lora is True:
         lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    return extra.get("trainer_class", getattr(trl, f"{kind}Trainer"))(
+    made = extra.get("trainer_class", getattr(trl, f"{kind}Trainer"))(
         extra.get("policy", model),
         reward_funcs=reward,
         args=args,
@@ -89,6 +90,8 @@ def make_trainer(model: str, out: Path | str, *, kind: str = "GRPO", lora: Any =
         peft_config=lora or None,
         **extra.get("trainer_kwargs", {}),
     )
+    made.remove_callback(PrinterCallback)
+    return made
 
 
 @pytest.fixture(scope="session")

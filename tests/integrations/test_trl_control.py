@@ -1,0 +1,215 @@
+"""KLControl in real TRL runs on a random model: what it observes, how it steers and stops, what it leaves behind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from klamp import Fixed, Hold, Ziegler
+from klamp.integrations.trl import KLControl
+from klamp.integrations.trl_control import LIMIT, MOVED, SAVED
+from klamp.integrations.trl_tokens import OwnKL, counted, policy_of, text_of
+
+Make = Callable[..., Any]
+HOLD = Hold(target=0.05, per="token")
+
+
+def controlled(trainer: Any, controller: Any = HOLD, **settings: Any) -> tuple[Any, KLControl]:
+    control = KLControl(trainer, controller, **settings)
+    trainer.add_callback(control)
+    trainer.train()
+    return trainer, control
+
+
+def logged(trainer: Any, key: str) -> list[float]:
+    return [row[key] for row in trainer.state.log_history if key in row]
+
+
+def assert_held(t: Any) -> None:
+    """After every step KL on its own tokens was under the clamp's limit, 1.1 targets over the gap learned so far."""
+    for own, gap in zip(logged(t, "klamp/own_kl"), logged(t, "klamp/gap"), strict=True):
+        assert own <= LIMIT * HOLD.target / gap * (1 + 1e-6)
+
+
+def weights(trainer: Any) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters() if p.requires_grad])
+
+
+def replayed(t: Any, controller: Any) -> list[float]:
+    """The prices that ``controller`` asks for when it is told what TRL logged, the first step left out."""
+    kls, efforts = logged(t, "klamp/kl"), logged(t, "klamp/effort") or [0.0] * 100
+    state, betas = controller.init(), [controller.init().beta] * 2
+    for kl, effort in list(zip(kls, efforts, strict=False))[1:]:
+        state = controller.update(state, kl, 8, effort=effort)
+        betas.append(state.beta)
+    return betas
+
+
+@pytest.mark.parametrize("clamp", [False, True])
+def test_the_price_is_the_controllers_answer_to_trls_own_kl(trainer: Make, clamp: bool) -> None:
+    t, _ = controlled(trainer(max_steps=6, learning_rate=0.1), clamp=clamp, feed_forward=False)
+    kls, efforts = logged(t, "klamp/kl"), logged(t, "klamp/effort")
+    assert kls == pytest.approx(logged(t, "kl"), rel=1e-6, abs=1e-12)  # one micro-batch a step: TRL's figure itself
+    assert kls[0] == 0.0
+    assert kls[-1] > 0
+    assert (max(efforts, default=0.0) > 0) is clamp
+    assert [*logged(t, "klamp/beta"), t.beta] == pytest.approx(replayed(t, HOLD), rel=1e-12)
+
+
+def test_the_first_price_comes_from_the_first_batch(trainer: Make) -> None:
+    t, _ = controlled(trainer(max_steps=2), clamp=False)
+    # Four advantages over their own standard deviation (Bessel's) have mean square 3/4; TRL adds 1e-4 to it.
+    expected = HOLD.init(spread=math.sqrt(3 / 4), length=logged(t, "completions/mean_length")[0]).beta
+    assert logged(t, "klamp/beta")[1] == pytest.approx(expected, rel=0.01)
+
+
+def test_the_first_step_where_policy_and_reference_are_one_is_no_observation(trainer: Make) -> None:
+    t, control = controlled(trainer(max_steps=4), clamp=False)
+    assert logged(t, "klamp/kl")[0] <= MOVED * 0.05
+    assert control.state.updates == 3
+
+
+def test_a_price_of_zero_still_measures(trainer: Make) -> None:
+    t, _ = controlled(trainer(max_steps=3), Fixed(beta=0.0), clamp=False)
+    assert t.beta == 1e-8
+    assert len(logged(t, "kl")) == len(logged(t, "klamp/kl")) == 3
+    assert logged(t, "kl")[-1] > 0
+
+
+def test_a_lora_may_start_at_beta_zero(trainer: Make) -> None:
+    t, _ = controlled(trainer(beta=0.0))
+    assert len(logged(t, "kl")) == 3
+    assert t.beta > 0.01
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_clamp_holds_kl_on_the_steps_own_tokens(trainer: Make, exact: bool, monkeypatch: Any) -> None:
+    if not exact:
+        monkeypatch.setattr("klamp.integrations.trl_tokens.why_no_exact", lambda _: "the test says so")
+    free, _ = controlled(trainer(max_steps=4, learning_rate=0.1), clamp=False)
+    held, control = controlled(trainer(max_steps=4, learning_rate=0.1))
+    assert control.clamp
+    assert control._own.exact is exact
+    assert max(logged(free, "klamp/kl")) > 0.3
+    assert_held(held)
+    assert max(logged(held, "klamp/effort")) > 0.1
+
+
+def test_a_clamp_with_nothing_to_do_changes_no_bit(trainer: Make) -> None:
+    free, _ = controlled(trainer(max_steps=4), clamp=False)
+    watched, _ = controlled(trainer(max_steps=4), clamp=True, limit=1e6)
+    assert torch.equal(weights(free), weights(watched))
+    assert set(logged(watched, "klamp/effort")) == {0.0}
+
+
+def test_own_kl_is_the_kl_of_the_whole_vocabulary(trainer: Make) -> None:
+    t = trainer(max_steps=2, temperature=0.8)
+    control = KLControl(t, HOLD, clamp=False)
+    t.add_callback(control)
+    batches: list[Any] = []
+    control.on_step_end = lambda *_, **__: batches.append(control.recorder.batches)  # type: ignore[method-assign]
+    t.train()
+    own, (batch,) = OwnKL(t, "token"), batches[-1]
+    with torch.no_grad():
+        logits, mask = t.model(**text_of(batch)).logits[:, -9:-1] / 0.8, counted(batch)
+        with policy_of(t).disable_adapter():
+            reference = t.model(**text_of(batch)).logits[:, -9:-1] / 0.8
+    logp, ref = logits.log_softmax(-1), reference.log_softmax(-1)
+    exact = (logp.exp() * (logp - ref)).sum(-1)
+    # float32 throughout; TRL's and klamp's matrix products sum in another order than the model's own head
+    assert own.on([batch])() == pytest.approx(float(exact[mask].mean()), rel=1e-4)
+    own.exact = False
+    d = (logp - ref).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
+    assert own.on([batch])() == pytest.approx(float((torch.expm1(-d) + d)[mask].mean()), rel=1e-4)
+    assert t.model.training
+
+
+def test_gradient_accumulation_changes_nothing(trainer: Make) -> None:
+    """The same eight completions a step, at once and in two micro-batches: dapo's loss is the same, so is the KL."""
+    whole, _ = controlled(trainer(max_steps=4))
+    parts, control = controlled(trainer(max_steps=4, per_device_train_batch_size=4, gradient_accumulation_steps=2))
+    assert len(control.recorder.batches) == 0
+    for key in ("klamp/kl", "klamp/beta", "klamp/own_kl", "klamp/effort"):
+        # Sums in another order, float32; three updates at a high learning rate enlarge the difference.
+        assert logged(parts, key) == pytest.approx(logged(whole, key), rel=2e-3, abs=1e-6)
+
+
+def test_several_steps_of_one_generation_are_steered_and_clamped(trainer: Make) -> None:
+    t, control = controlled(trainer(max_steps=6, steps_per_generation=2, num_iterations=2, learning_rate=0.1))
+    assert len(logged(t, "klamp/kl")) == 6
+    assert control.gap_state.pairs == 3  # steps 2, 5 and 6 saw tokens the policy had not been trained on
+    assert_held(t)
+
+
+def test_a_target_per_sequence_is_the_same_wish_times_the_length(trainer: Make) -> None:
+    token, _ = controlled(trainer(max_steps=3), clamp=False)
+    sequence, _ = controlled(trainer(max_steps=3), Hold(target=0.4, per="sequence"), clamp=False)
+    lengths = logged(sequence, "completions/mean_length")
+    assert logged(sequence, "klamp/kl")[:2] == pytest.approx(
+        [kl * n for kl, n in zip(logged(token, "klamp/kl"), lengths, strict=True)][:2], rel=1e-5
+    )
+
+
+def test_a_full_fine_tune_is_clamped_towards_its_reference(trainer: Make) -> None:
+    free, control = controlled(trainer(lora=False, learning_rate=2e-2), clamp=None)
+    assert not control.clamp
+    held, control = controlled(trainer(lora=False, learning_rate=2e-2), clamp=True)
+    assert max(logged(free, "klamp/kl")) > 0.06
+    assert_held(held)
+    assert max(logged(held, "klamp/effort")) > 0
+
+
+def test_any_controller_may_steer(trainer: Make) -> None:
+    ziegler = Ziegler(target=0.05, horizon=100, per="token", init_beta=0.1)
+    t, control = controlled(trainer(max_steps=4), ziegler)
+    state = ziegler.init()
+    for kl in logged(t, "klamp/kl")[1:]:
+        state = ziegler.update(state, kl, 8)
+    assert t.beta == pytest.approx(state.beta, rel=1e-12)
+    assert control.state == state
+
+
+def test_alarms_and_the_band_go_through_trls_metrics(trainer: Make) -> None:
+    t, _ = controlled(trainer(max_steps=7, learning_rate=0.1))
+    assert sum(logged(t, "klamp/alarm/clamp_works_hard")) == 1
+    assert max(logged(t, "klamp/alarms")) >= 1
+    assert set(logged(t, "klamp/in_band")) <= {0.0, 1.0}
+    assert set(logged(t, "klamp/target")) == {0.05}
+
+
+def test_a_reference_that_is_not_the_start_raises_an_alarm(trainer: Make, model_folder: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(model_folder)
+    with torch.no_grad():
+        policy.lm_head.weight.mul_(1.5)  # TRL loads its reference from the folder, not from these weights
+    t, _ = controlled(trainer(lora=False, policy=policy, max_steps=1), clamp=False)
+    assert logged(t, "klamp/alarm/off_reference") == [1.0]
+
+
+def test_metrics_average_between_two_logs(trainer: Make) -> None:
+    every, _ = controlled(trainer(max_steps=4))
+    second, _ = controlled(trainer(max_steps=4, logging_steps=2))
+    one = logged(every, "klamp/kl")
+    assert logged(second, "klamp/kl") == pytest.approx([(one[0] + one[1]) / 2, (one[2] + one[3]) / 2], rel=1e-12)
+
+
+def test_the_trainer_is_left_as_it_was_found(trainer: Make) -> None:
+    t, _ = controlled(trainer())
+    assert "_compute_loss" not in vars(t)
+    assert SAVED in t.state.stateful_callbacks
+
+
+def test_evaluation_neither_steers_nor_counts(trainer: Make) -> None:
+    from datasets import Dataset
+
+    held_out = {"eval_dataset": Dataset.from_dict({"prompt": ["w1", "w2"]})}
+    every = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 8}
+    t, control = controlled(trainer(max_steps=4, trainer_kwargs=held_out, **every))
+    assert control.state.updates == 3
+    assert len(logged(t, "eval_kl")) == 2
+    assert len(logged(t, "klamp/kl")) == 4
