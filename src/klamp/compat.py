@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from klamp.controllers import Exponential, Fixed, Stateful, Ziegler
+from klamp.errors import ConfigError
 from klamp.masked import Unit
 
 __all__ = [
@@ -27,8 +28,22 @@ UNSTATED: Unit = "sequence_mean"
 class AdaptiveKLController(Stateful):
     """``value ← value · (1 + clip(current/target − 1, ±0.2) · n_steps / horizon)``: ROLL, trlx, verl, OpenRLHF."""
 
-    def __init__(self, init_kl_coef: float, target: float, horizon: float) -> None:
-        super().__init__(Ziegler(target, UNSTATED, init_beta=init_kl_coef, horizon=horizon))
+    def __init__(
+        self,
+        init_kl_coef: float,
+        target: float | None = None,
+        horizon: float = 10_000,
+        *,
+        target_kl: float | None = None,
+    ) -> None:
+        if (target is None) == (target_kl is None):
+            raise ConfigError(
+                f"AdaptiveKLController takes one target, got target={target!r} and target_kl={target_kl!r} (verl's "
+                "name for it). Give one of them."
+            )
+        rule = Ziegler(target_kl if target is None else target, UNSTATED, init_beta=init_kl_coef, horizon=horizon)  # type: ignore[arg-type]
+        self.target, self.horizon = rule.target, rule.horizon
+        super().__init__(rule)
 
 
 class FixedKLController(Stateful):

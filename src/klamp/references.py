@@ -1,0 +1,133 @@
+"""What the policy is held to, as one typed value: ``reference=CheckpointStep(40)``, not four flags.
+
+A reference has a short text (``step:40``) for the command line, YAML and checkpoints; :func:`parse` reads it. How a
+reference is computed is the business of :mod:`klamp.train.anchors`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from klamp.errors import ConfigError, require_number, unknown
+
+
+@dataclass(frozen=True)
+class Base:
+    """The model training started from: with LoRA the adapter switched off, at no cost; otherwise a frozen copy."""
+
+    def __str__(self) -> str:
+        return "base"
+
+
+@dataclass(frozen=True)
+class FrozenModel:
+    """Another model with the same vocabulary, by folder, Hub id or built-in name."""
+
+    model: str
+
+    def __str__(self) -> str:
+        return f"model:{self.model}"
+
+
+@dataclass(frozen=True)
+class CheckpointStep:
+    """A saved step of this run; step 0 is the base."""
+
+    step: int
+
+    def __post_init__(self) -> None:
+        require_number("CheckpointStep.step", self.step, at_least=0, way_out="Steps count from 0, the base.")
+
+    def __str__(self) -> str:
+        return f"step:{self.step}"
+
+
+@dataclass(frozen=True)
+class AdapterPath:
+    """A LoRA adapter for the same base, by folder."""
+
+    path: str
+
+    def __str__(self) -> str:
+        return f"adapter:{self.path}"
+
+
+@dataclass(frozen=True)
+class StepLag:
+    """The newest saved step at least ``lag`` steps back; the base until there is one."""
+
+    lag: int
+
+    def __post_init__(self) -> None:
+        require_number("StepLag.lag", self.lag, at_least=1, way_out="A lag of 0 would be the policy itself.")
+
+    def __str__(self) -> str:
+        return f"lag:{self.lag}"
+
+
+@dataclass(frozen=True)
+class Ema:
+    """``ref ← decay · ref + (1 - decay) · policy`` after every step. With LoRA the average is of the two factors."""
+
+    decay: float = 0.99
+
+    def __post_init__(self) -> None:
+        decay = require_number("Ema.decay", self.decay, at_least=0, way_out="0.99 averages over about 100 steps.")
+        if decay >= 1:
+            raise ConfigError(
+                f"Ema.decay must be < 1, got {self.decay!r}. For a reference that never moves use Base()."
+            )
+
+    def __str__(self) -> str:
+        return f"ema:{self.decay:g}"
+
+
+@dataclass(frozen=True)
+class Periodic:
+    """``ref ← policy`` every ``every`` steps: a hard reset (ProRL)."""
+
+    every: int
+
+    def __post_init__(self) -> None:
+        require_number("Periodic.every", self.every, at_least=1, way_out="It counts steps.")
+
+    def __str__(self) -> str:
+        return f"periodic:{self.every}"
+
+
+ReferenceSpec = Base | FrozenModel | CheckpointStep | AdapterPath | StepLag | Ema | Periodic
+FORMS = ("base", "model:NAME", "step:N", "adapter:FOLDER", "lag:N", "ema:DECAY", "periodic:N")
+
+
+def parse(text: object) -> ReferenceSpec:
+    """The reference written as ``text``: base, model:NAME, step:N, adapter:FOLDER, lag:N, ema:DECAY or periodic:N."""
+    if isinstance(text, Base | FrozenModel | CheckpointStep | AdapterPath | StepLag | Ema | Periodic):
+        return text
+    kind, colon, value = str(text).partition(":")
+    kind, value = kind.strip(), value.strip()
+    if kind == "base" and not colon:
+        return Base()
+    if kind not in {form.partition(":")[0] for form in FORMS}:
+        raise unknown("reference", text, FORMS)
+    if not value:
+        raise ConfigError(f"reference {text!r} is incomplete. Write one of: {', '.join(FORMS)}.")
+    if kind == "model":
+        return FrozenModel(value)
+    if kind == "adapter":
+        return AdapterPath(value)
+    number = _number(str(text), value)
+    if kind == "ema":
+        return Ema(number)
+    if number != int(number):
+        raise ConfigError(f"reference {text!r} needs a whole number of steps, got {value!r}. Example: {kind}:40.")
+    if kind == "step":
+        return CheckpointStep(int(number))
+    return StepLag(int(number)) if kind == "lag" else Periodic(int(number))
+
+
+def _number(text: str, value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        raise ConfigError(f"reference {text!r} needs a number after the colon, got {value!r}.") from None
+    return require_number(f"reference {text!r}", number, at_least=0, way_out="Steps and decays are not negative.")

@@ -1,0 +1,336 @@
+"""How a reference is computed: the LoRA-off base, a second adapter in the same model, or a second model.
+
+One class a way, behind one protocol. The reference's identity (what it is and the hash of its weights) goes into every
+checkpoint and is checked at resume: a reference never re-anchors silently.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from klamp.errors import ConfigError, KlampError
+from klamp.kernels import head_of
+from klamp.references import AdapterPath, Base, CheckpointStep, Ema, FrozenModel, Periodic, ReferenceSpec, StepLag
+from klamp.train.batch import Part
+from klamp.train.policy import ADAPTER, Anchor, Policy
+
+REFERENCE = "klamp_reference"
+"""Name of the reference's adapter inside the peft model; never saved."""
+
+
+class ReferencePolicyError(KlampError, RuntimeError):
+    """The reference is not what it was, or cannot be had."""
+
+
+class Reference(Protocol):
+    """What the learner needs of a reference."""
+
+    spec: ReferenceSpec
+
+    def states(self, part: Part) -> Anchor:
+        """The reference's states for a part, without gradient."""
+        ...
+
+    def origin(self) -> Mapping[str, Tensor] | None:
+        """Weights the clamp may scale the policy's displacement from; None: it backtracks the step instead."""
+        ...
+
+    def after_step(self, step: int) -> None:
+        """Move on after ``step``, where this reference moves, and give back what a step borrowed."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """What it is, with a hash of its weights; the same before and after a resume."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights that exist nowhere else and must be saved with a checkpoint."""
+        ...
+
+    def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
+        """Continue at ``step`` with :meth:`tensors`."""
+        ...
+
+
+class AdapterOff:
+    """The base model under the adapter: no second model, no second adapter."""
+
+    def __init__(self, policy: Policy, forward: Any, spec: ReferenceSpec) -> None:
+        self.policy, self.forward, self.spec = policy, forward, spec
+
+    @torch.no_grad()
+    def states(self, part: Part) -> Anchor:
+        with self.policy.without_adapter():
+            return Anchor(self.forward(part).hidden)
+
+    def origin(self) -> Mapping[str, Tensor] | None:
+        return None
+
+    def after_step(self, step: int) -> None:
+        pass
+
+    def identity(self) -> dict[str, Any]:
+        frozen = {n: p for n, p in self.policy.model.named_parameters() if "lora_" not in n}
+        return {"reference": str(self.spec), "weights": digest(frozen)}
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
+        pass
+
+
+class SecondAdapter:
+    """Another adapter of the same base: a folder, a saved step, or one that follows the policy."""
+
+    def __init__(self, policy: Policy, forward: Any, spec: ReferenceSpec, run: Path) -> None:
+        self.policy, self.forward, self.spec, self.run = policy, forward, spec, run
+        self.loaded: Path | None = None
+        self.follows = isinstance(spec, Ema | Periodic)
+        model: Any = policy.model
+        if isinstance(spec, AdapterPath):
+            self._load_folder(Path(spec.path))
+        elif isinstance(spec, CheckpointStep):
+            self._load_folder(step_folder(run, spec.step))
+        elif self.follows:
+            with _keeping_trainable(policy):
+                model.add_adapter(REFERENCE, copy.deepcopy(model.peft_config[ADAPTER]))
+            self._copy_policy()
+
+    @torch.no_grad()
+    def states(self, part: Part) -> Anchor:
+        if self.loaded is None and not self.follows:
+            with self.policy.without_adapter():
+                return Anchor(self.forward(part).hidden)
+        with self.policy.with_adapter(REFERENCE):
+            return Anchor(self.forward(part).hidden)
+
+    def origin(self) -> Mapping[str, Tensor] | None:
+        return None
+
+    @torch.no_grad()
+    def after_step(self, step: int) -> None:
+        if isinstance(self.spec, Ema):
+            for ours, theirs in self._pairs():
+                ours.lerp_(theirs, 1 - self.spec.decay)
+        elif isinstance(self.spec, Periodic) and step % self.spec.every == 0:
+            self._copy_policy()
+        elif isinstance(self.spec, StepLag):
+            self._follow_checkpoints(step)
+
+    def identity(self) -> dict[str, Any]:
+        own = {n: p for n, p in self.policy.model.named_parameters() if f".{REFERENCE}." in n}
+        return {"reference": str(self.spec), "weights": digest(own)}
+
+    def tensors(self) -> dict[str, Tensor]:
+        if not self.follows:
+            return {}
+        return {n: p.detach().clone() for n, p in self.policy.model.named_parameters() if f".{REFERENCE}." in n}
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
+        if isinstance(self.spec, StepLag):
+            self._follow_checkpoints(step)
+        if self.follows:
+            own = dict(self.policy.model.named_parameters())
+            for name, value in tensors.items():
+                own[name].copy_(value)
+
+    def _follow_checkpoints(self, step: int) -> None:
+        assert isinstance(self.spec, StepLag)
+        found = newest_before(self.run, step - self.spec.lag)
+        if found != self.loaded:
+            self._load_folder(found)
+
+    def _load_folder(self, folder: Path | None) -> None:
+        """The adapter in ``folder`` (None: the base) in place of the one before it, which is unloaded."""
+        model: Any = self.policy.model
+        with _keeping_trainable(self.policy):
+            if REFERENCE in model.peft_config:
+                model.delete_adapter(REFERENCE)
+            if folder is not None:
+                check_adapter(folder, model)
+                model.load_adapter(str(folder), adapter_name=REFERENCE, is_trainable=False)
+                model.set_adapter(ADAPTER)
+        self.loaded = folder
+
+    def _copy_policy(self) -> None:
+        for ours, theirs in self._pairs():
+            ours.data.copy_(theirs.data)
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        own = dict(self.policy.model.named_parameters())
+        for name, p in own.items():
+            if f".{REFERENCE}." in name:
+                yield p, own[name.replace(f".{REFERENCE}.", f".{ADAPTER}.")]
+
+
+class SecondModel:
+    """A model of its own: the frozen start of a full fine-tune, another model, a saved step, or a moving average."""
+
+    def __init__(self, policy: Policy, model: nn.Module, spec: ReferenceSpec, run: Path, *, on_cpu: bool) -> None:
+        self.policy, self.spec, self.run, self.on_cpu = policy, spec, run, on_cpu
+        self.device = next(policy.model.parameters()).device
+        self.loaded: Path | None = None
+        self.start = model
+        for p in model.parameters():
+            p.requires_grad_(False)
+        self.side = Policy(model.eval(), value_head=False, temperature=policy.temperature, lora=False)
+        if on_cpu:
+            self.side.to("cpu")
+        if isinstance(spec, CheckpointStep) and spec.step > 0:
+            self._load_step(step_folder(run, spec.step))
+
+    @torch.no_grad()
+    def states(self, part: Part) -> Anchor:
+        if self.on_cpu:
+            self.side.to(self.device)
+        return Anchor(self.side(part).hidden, self.side.head)
+
+    def origin(self) -> Mapping[str, Tensor] | None:
+        fixed = isinstance(self.spec, Base) or (isinstance(self.spec, CheckpointStep) and self.spec.step == 0)
+        return dict(self.side.model.named_parameters()) if fixed else None
+
+    @torch.no_grad()
+    def after_step(self, step: int) -> None:
+        if self.on_cpu:
+            self.side.to("cpu")
+        if isinstance(self.spec, Ema):
+            for ours, theirs in self._pairs():
+                ours.lerp_(theirs.to(ours.device, ours.dtype), 1 - self.spec.decay)
+        elif isinstance(self.spec, Periodic) and step % self.spec.every == 0:
+            for ours, theirs in self._pairs():
+                ours.copy_(theirs)
+        elif isinstance(self.spec, StepLag):
+            self._follow_checkpoints(step)
+
+    def identity(self) -> dict[str, Any]:
+        return {"reference": str(self.spec), "weights": digest(dict(self.side.model.named_parameters()))}
+
+    def tensors(self) -> dict[str, Tensor]:
+        if not isinstance(self.spec, Ema | Periodic):
+            return {}
+        return {n: p.detach().cpu().clone() for n, p in self.side.model.named_parameters()}
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
+        if isinstance(self.spec, StepLag):
+            self._follow_checkpoints(step)
+        own = dict(self.side.model.named_parameters())
+        for name, value in tensors.items():
+            own[name].copy_(value)
+
+    def _follow_checkpoints(self, step: int) -> None:
+        assert isinstance(self.spec, StepLag)
+        found = newest_before(self.run, step - self.spec.lag)
+        if found is not None and found != self.loaded:
+            self._load_step(found)
+
+    def _load_step(self, folder: Path) -> None:
+        from klamp.models import load_model
+
+        weights = dict(load_model(str(folder), dtype=next(self.side.parameters()).dtype).named_parameters())
+        for name, p in self.side.model.named_parameters():
+            p.data.copy_(weights[name])
+        self.loaded = folder
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        theirs = dict(self.policy.model.named_parameters())
+        for name, p in self.side.model.named_parameters():
+            yield p, theirs[name]
+
+
+def anchor(policy: Policy, forward: Any, spec: ReferenceSpec, run: Path, *, on_cpu: bool = False) -> Reference:
+    """The reference that ``spec`` names, for this policy. ``forward`` runs the policy as the launcher wrapped it."""
+    if isinstance(spec, FrozenModel):
+        return SecondModel(policy, _other_model(policy, spec.model), spec, run, on_cpu=on_cpu)
+    if isinstance(spec, AdapterPath) and not policy.lora:
+        raise ConfigError(f"kl.reference {spec} is an adapter, and full=true trains without one. Use model:FOLDER.")
+    if not policy.lora:
+        return SecondModel(policy, copy.deepcopy(policy.model), spec, run, on_cpu=on_cpu)
+    if isinstance(spec, Base) or (isinstance(spec, CheckpointStep) and spec.step == 0):
+        return AdapterOff(policy, forward, spec)
+    return SecondAdapter(policy, forward, spec, run)
+
+
+def _other_model(policy: Policy, name: str) -> nn.Module:
+    from klamp.models import load_model
+
+    p = next(policy.model.parameters())
+    model: nn.Module = load_model(name, dtype=p.dtype, device=str(p.device))
+    ours, theirs = _vocabulary(policy.model), _vocabulary(model)
+    if ours != theirs:
+        raise ConfigError(
+            f"kl.reference model:{name} has a vocabulary of {theirs} tokens, the policy {ours}; a KL compares the same "
+            "tokens. Choose a reference of the same family."
+        )
+    return model
+
+
+def _vocabulary(model: nn.Module) -> int:
+    head = head_of(model)
+    return int(head.weight.shape[0]) if head is not None else int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
+
+
+def check_adapter(folder: Path, model: Any) -> None:
+    """Refuse an adapter folder that is missing, is not safetensors, or was made for another base."""
+    from peft import PeftConfig
+
+    if not (folder / "adapter_config.json").is_file():
+        raise ConfigError(f"kl.reference: no adapter in {str(folder)!r} (adapter_config.json is missing).")
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise ConfigError(f"kl.reference: {str(folder)!r} has no adapter_model.safetensors; pickled ones are refused.")
+    base = PeftConfig.from_pretrained(str(folder)).base_model_name_or_path
+    own = model.peft_config[ADAPTER].base_model_name_or_path
+    if base and own and Path(base).name != Path(own).name:
+        raise ConfigError(f"kl.reference: the adapter in {str(folder)!r} was made for {base!r}, the policy is {own!r}.")
+
+
+@contextlib.contextmanager
+def _keeping_trainable(policy: Policy) -> Iterator[None]:
+    """peft switches requires_grad as adapters come and go; put it back as it was."""
+    before = {n: p.requires_grad for n, p in policy.model.named_parameters()}
+    try:
+        yield
+    finally:
+        for n, p in policy.model.named_parameters():
+            p.requires_grad_(before.get(n, False))
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, shapes and bytes."""
+    total = hashlib.sha256()
+    for name in sorted(tensors):
+        t = tensors[name].detach()
+        total.update(f"{name}{tuple(t.shape)}{t.dtype}".encode())
+        total.update(t.cpu().contiguous().view(torch.uint8).numpy().tobytes() if t.numel() else b"")
+    return total.hexdigest()[:32]
+
+
+def step_folder(run: Path, step: int) -> Path:
+    """The checkpoint folder of a step, or the error that lists those there are."""
+    folder = run / "checkpoints" / f"step-{step:06d}"
+    if not folder.is_dir():
+        there = ", ".join(str(s) for s in saved_steps(run)) or "none"
+        raise ConfigError(f"kl.reference step:{step} is not saved in {str(run)!r}. Saved steps: {there}.")
+    return folder
+
+
+def saved_steps(run: Path) -> list[int]:
+    """Steps with a checkpoint folder, oldest first."""
+    folders = (run / "checkpoints").glob("step-*") if (run / "checkpoints").is_dir() else []
+    return sorted(int(f.name[5:]) for f in folders if f.name[5:].isdigit())
+
+
+def newest_before(run: Path, step: int) -> Path | None:
+    """The newest checkpoint at or before ``step``; None when that is the base."""
+    found = [s for s in saved_steps(run) if 0 < s <= step]
+    return run / "checkpoints" / f"step-{found[-1]:06d}" if found else None

@@ -1,0 +1,293 @@
+"""Checkpoints: ``checkpoints/step-000040/``, safetensors and JSON only, whole or not there.
+
+A folder is written aside, every file hashed into ``manifest.json``, synced, and renamed. What is in it: the adapter or
+the model in the layout of peft and transformers (they load it as it is), the tokenizer, the optimiser, the random
+states, the controller's and monitor's state, the reference's identity.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from klamp.errors import ConfigError, KlampError
+from klamp.references import CheckpointStep, StepLag, parse
+from klamp.train.anchors import ReferencePolicyError, saved_steps
+from klamp.train.config import TrainConfig
+from klamp.train.learner import Learner
+from klamp.train.policy import ADAPTER
+from klamp.train.runs import sync_folder
+
+FORMAT = "klamp-checkpoint/1"
+
+
+class CheckpointError(KlampError, RuntimeError):
+    """A checkpoint is damaged or does not fit the run."""
+
+
+def folder_of(run: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return run / "checkpoints" / f"step-{step:06d}"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A whole checkpoint on disk."""
+
+    step: int
+    path: Path
+
+
+def save(run: Path, step: int, learner: Learner, tokenizer: Any, config: TrainConfig) -> Path:
+    """Write the checkpoint of ``step``; the main process writes, every process calls."""
+    accelerator = learner.accelerator
+    final = folder_of(run, step)
+    randoms = _gather_randoms(accelerator)
+    if accelerator.is_main_process and not final.is_dir():
+        final.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(final.parent)
+        aside = final.parent / f".{final.name}.{os.getpid()}"
+        aside.mkdir()
+        _write(aside, step, learner, tokenizer, randoms)
+        _seal(aside)
+        os.rename(aside, final)
+        sync_folder(final.parent)
+        _retain(run, config)
+    accelerator.wait_for_everyone()
+    return final
+
+
+def _write(folder: Path, step: int, learner: Learner, tokenizer: Any, randoms: list[dict[str, Any]]) -> None:
+    policy = learner.policy
+    model: Any = policy.model
+    extra = {"selected_adapters": [ADAPTER]} if policy.lora else {}
+    model.save_pretrained(folder, safe_serialization=True, **extra)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    if policy.value is not None:
+        save_file(
+            {k: v.detach().cpu().contiguous() for k, v in policy.value.state_dict().items()},
+            folder / "value_head.safetensors",
+        )
+    save_file(_optimizer_tensors(learner), folder / "optimizer.safetensors")
+    reference = {k: v.detach().cpu().contiguous() for k, v in learner.reference.tensors().items()}
+    if reference:
+        save_file(reference, folder / "reference.safetensors")
+    state = {
+        "format": FORMAT,
+        "step": step,
+        "skipped": learner.skipped,
+        "steering": learner.steering.state_dict(),
+        "reference": learner.reference.identity(),
+        "random": randoms,
+        "processes": learner.accelerator.num_processes,
+    }
+    (folder / "trainer.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+
+
+def load(saved: Saved, learner: Learner) -> int:
+    """Put everything back as it was after ``saved.step`` and return the step."""
+    folder = saved.path
+    state = json.loads((folder / "trainer.json").read_text(encoding="utf-8"))
+    if state.get("format") != FORMAT:
+        raise CheckpointError(
+            f"checkpoint {str(folder)!r} has format {state.get('format')!r}; this klamp reads {FORMAT}."
+        )
+    _load_weights(folder, learner)
+    _load_optimizer(folder, learner)
+    learner.skipped = int(state["skipped"])
+    learner.steering.load_state_dict(state["steering"])
+    extra = folder / "reference.safetensors"
+    learner.reference.load(load_file(extra) if extra.is_file() else {}, saved.step)
+    now = learner.reference.identity()
+    if now != state["reference"]:
+        raise ReferencePolicyError(
+            f"the reference changed since {str(folder)!r} was saved: {state['reference']} then, {now} now. A KL must "
+            "be measured against the same reference; restore it, or start a new run."
+        )
+    _set_random(state["random"], learner.accelerator)
+    return saved.step
+
+
+def newest(run: Path, *, skip_damaged: bool = False) -> Saved | None:
+    """The newest whole checkpoint. A damaged one is named in the error, or passed over when asked."""
+    for step in reversed(saved_steps(run)):
+        path = folder_of(run, step)
+        problem = damage(path)
+        if problem is None:
+            return Saved(step, path)
+        if not skip_damaged:
+            raise CheckpointError(
+                f"checkpoint {str(path)!r} is damaged: {problem}. Remove it to go on from the one before, or add "
+                "--skip-damaged."
+            )
+    return None
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, by its manifest; None when it is whole."""
+    manifest = folder / "manifest.json"
+    if not manifest.is_file():
+        return "manifest.json is missing"
+    try:
+        hashes: dict[str, str] = json.loads(manifest.read_text(encoding="utf-8"))["sha256"]
+    except (ValueError, KeyError, TypeError):
+        return "manifest.json cannot be read"
+    for name, expected in hashes.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if _hash(file) != expected:
+            return f"{name} does not match its hash"
+    return None
+
+
+def needed_bytes(learner: Learner) -> int:
+    """About how large a checkpoint will be: trained weights with two moments each, or the whole model besides."""
+    trained = sum(p.numel() * p.element_size() for p in learner.policy.trainable().values())
+    return 4 * trained + (1 << 22)
+
+
+def check_disk(run: Path, learner: Learner) -> None:
+    """Refuse to start what could not be saved."""
+    needed, free = needed_bytes(learner), shutil.disk_usage(run).free
+    if free < 2 * needed:
+        raise ConfigError(
+            f"run {str(run)!r}: {free / 2**20:.0f} MiB free, and two checkpoints need {2 * needed / 2**20:.0f} MiB. "
+            "Free some space, or choose a --run elsewhere."
+        )
+
+
+def _seal(folder: Path) -> None:
+    """Hash every file into the manifest and sync all of them."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    hashes = {str(p.relative_to(folder)): _hash(p) for p in files}
+    (folder / "manifest.json").write_text(json.dumps({"sha256": hashes}, indent=1), encoding="utf-8")
+    for file in [*files, folder / "manifest.json"]:
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+    sync_folder(folder)
+
+
+def _hash(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as handle:
+        while block := handle.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what a killed process left half written."""
+    for leftover in folder.glob(".step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _retain(run: Path, config: TrainConfig) -> None:
+    """Delete checkpoints beyond ``keep``, but never one that the reference needs."""
+    if config.keep == 0:
+        return
+    steps = saved_steps(run)
+    protected = set(steps[-config.keep :])
+    spec = parse(config.kl.reference)
+    if isinstance(spec, CheckpointStep):
+        protected.add(spec.step)
+    if isinstance(spec, StepLag):
+        # The newest step at least `lag` back, now and at every step until the next save.
+        protected |= {s for s in steps if s > steps[-1] - spec.lag}
+        protected |= set([s for s in steps if s <= steps[-1] - spec.lag][-1:])
+    for step in steps:
+        if step not in protected:
+            shutil.rmtree(folder_of(run, step), ignore_errors=True)
+
+
+def _optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
+    """Adam's state by parameter name."""
+    names = {id(p): n for n, p in learner.policy.named_parameters()}
+    flat = {}
+    for p, state in learner.optimizer.state.items():
+        for key, value in state.items():
+            tensor = value if isinstance(value, Tensor) else torch.tensor(value)
+            flat[f"{names[id(p)]}::{key}"] = tensor.detach().cpu().contiguous()
+    return flat or {"empty": torch.zeros(1)}
+
+
+def _load_optimizer(folder: Path, learner: Learner) -> None:
+    saved = load_file(folder / "optimizer.safetensors")
+    states: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in saved.items():
+        parameter, _, key = name.partition("::")
+        if key:
+            states.setdefault(parameter, {})[key] = tensor
+    for name, p in learner.policy.trainable().items():
+        if name in states:
+            moved = {k: v if v.dim() == 0 and not _fused(learner) else v.to(p.device) for k, v in states[name].items()}
+            learner.optimizer.state[p] = moved
+
+
+def _fused(learner: Learner) -> bool:
+    return bool(learner.optimizer.param_groups[0].get("fused"))
+
+
+def _load_weights(folder: Path, learner: Learner) -> None:
+    policy = learner.policy
+    own = dict(policy.model.named_parameters())
+    if policy.lora:
+        weights = {
+            k.replace(".weight", f".{ADAPTER}.weight"): v
+            for k, v in load_file(folder / "adapter_model.safetensors").items()
+        }
+    else:
+        weights = _full_weights(folder)
+    missing = [n for n, p in own.items() if p.requires_grad and n not in weights]
+    if missing:
+        raise CheckpointError(f"checkpoint {str(folder)!r} has no {missing[0]!r}. It was saved from another model.")
+    with torch.no_grad():
+        for name, value in weights.items():
+            if name in own:
+                own[name].copy_(value)
+        if policy.value is not None:
+            policy.value.load_state_dict(load_file(folder / "value_head.safetensors"))
+
+
+def _full_weights(folder: Path) -> dict[str, Tensor]:
+    weights: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("model*.safetensors")):
+        weights |= load_file(file)
+    return weights
+
+
+def _random_state() -> dict[str, Any]:
+    state: dict[str, Any] = {"torch": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()}
+    version, numbers, gauss = random.getstate()
+    state["python"] = [version, list(numbers), gauss]
+    if torch.cuda.is_available():
+        state["cuda"] = base64.b64encode(torch.cuda.get_rng_state().numpy().tobytes()).decode()
+    return state
+
+
+def _gather_randoms(accelerator: Any) -> list[dict[str, Any]]:
+    from accelerate.utils import gather_object
+
+    found: list[dict[str, Any]] = gather_object([_random_state()])
+    return found
+
+
+def _set_random(states: list[dict[str, Any]], accelerator: Any) -> None:
+    state = states[accelerator.process_index % len(states)]
+    torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state["torch"])), dtype=torch.uint8))
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    if torch.cuda.is_available() and "cuda" in state:
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state["cuda"])), dtype=torch.uint8))

@@ -1,0 +1,283 @@
+"""One configuration: frozen dataclasses, a docstring under each field. Command line, YAML and Python build this one.
+
+All checks that can be made without loading anything are made here, when the object is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from klamp.controllers import Controller, Doubling, Exponential, Fixed, Hold, Ziegler
+from klamp.errors import ConfigError, require_number, unknown
+from klamp.masked import Unit, check_unit
+from klamp.placements import check
+from klamp.references import parse
+
+ControllerName = Literal["hold", "ziegler", "exponential", "doubling", "fixed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLConfig:
+    """How KL is measured, priced, steered and clamped."""
+
+    target: float | None = 0.05
+    """KL to hold, in nats per `per`. None: no target, beta stays where it is."""
+    per: Unit | None = "token"
+    """Unit of the target and of the KL that steers: token, sequence or sequence_mean."""
+    controller: ControllerName = "hold"
+    """What steers beta: hold, ziegler, exponential, doubling or fixed."""
+    beta: float | None = None
+    """The price: constant with `fixed`, the first one otherwise. None: Hold starts from the first batch's spread."""
+    horizon: float = 10_000
+    """Ziegler's horizon, in sequences."""
+    gain: float = 0.1
+    """Gain of the exponential rule, per nat."""
+    estimator: str = "exact"
+    """What is priced: exact, k1, k2, k1+, k3+, weighted_k1, weighted_k3 or detached_weight_k2."""
+    placement: str = "sequence_exact"
+    """Where the price enters: sequence_exact, in_reward, in_advantage or in_loss."""
+    allow_biased: bool = False
+    """Accept a pair of estimator and placement that does not descend KL(π‖ref)."""
+    clamp: bool = True
+    """Scale the update back when it carries KL past the limit."""
+    limit: float | None = None
+    """KL the clamp holds on fresh samples, in nats per `per`. None: 1.1 times the target."""
+    clamp_share: float = 1.0
+    """Share of the step's sequences on which KL is measured after the update."""
+    reference: str = "base"
+    """base, model:NAME, step:N, adapter:FOLDER, lag:N, ema:DECAY or periodic:N."""
+    reference_on_cpu: bool = False
+    """Keep a second model in CPU memory and bring it over for each step."""
+    max_weight: float | None = 2.0
+    """Truncation of the prefix ratios of sequence_exact when samples are stale. None: exact."""
+    tail: float = 5.0
+    """Log-ratio beyond which k2 and k3 go on linearly."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reference", str(parse(self.reference)))
+        check(self.estimator, self.placement, allow_biased=self.allow_biased)
+        if self.target is not None or self.controller != "fixed":
+            check_unit("kl.per", self.per)
+        if self.target is None and self.controller != "fixed":
+            raise ConfigError(
+                f"kl.target is missing for kl.controller={self.controller!r}. Give a target in nats per "
+                f"{self.per}, or use kl.controller=fixed with kl.beta."
+            )
+        if self.controller == "fixed" and self.beta is None:
+            raise ConfigError("kl.beta is missing for kl.controller='fixed'. Give the constant price; 0 only measures.")
+        if self.limit is not None:
+            require_number("kl.limit", self.limit, above=0, way_out="It is a KL; leave it out for 1.1 x the target.")
+        if not 0 < self.clamp_share <= 1:
+            raise ConfigError(
+                f"kl.clamp_share must be in (0, 1], got {self.clamp_share!r}. 1.0 measures every sequence."
+            )
+        self.make_controller()
+
+    def make_controller(self) -> Controller:
+        """The controller these settings describe."""
+        beta: dict[str, Any] = {} if self.beta is None else {"init_beta": self.beta}
+        target = 0.0 if self.target is None else self.target
+        if self.controller == "fixed":
+            return Fixed(0.0 if self.beta is None else self.beta)
+        if self.controller == "hold":
+            return Hold(target, self.per, **beta)
+        if self.controller == "ziegler":
+            return Ziegler(target, self.per, horizon=self.horizon, **beta)
+        if self.controller == "exponential":
+            return Exponential(target, self.per, gain=self.gain, **beta)
+        if self.controller == "doubling":
+            return Doubling(target, self.per, **beta)
+        raise unknown("kl.controller", self.controller, ("hold", "ziegler", "exponential", "doubling", "fixed"))
+
+    @property
+    def clamp_limit(self) -> float | None:
+        """The limit the clamp holds, or None when there is none to hold."""
+        if not self.clamp:
+            return None
+        return self.limit if self.limit is not None else None if self.target is None else 1.1 * self.target
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """What is sampled each step."""
+
+    prompts: int = 4
+    """Prompts a step, over all processes."""
+    group_size: int = 8
+    """Completions of each prompt."""
+    max_tokens: int = 24
+    """Longest completion, in tokens."""
+    temperature: float = 1.0
+    """Sampling temperature. KL and log-probs are those of the distribution sampled from."""
+    top_p: float = 1.0
+    """Nucleus sampling; below 1 the ratios cannot correct for what it cuts off."""
+    chat: bool | None = None
+    """Wrap prompts in the chat template. None: where the tokenizer has one."""
+    chunk: int = 0
+    """Completions sampled at once; 0: all of a process's share."""
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "group_size", "max_tokens"):
+            require_number(f"rollout.{name}", getattr(self, name), at_least=1, way_out="It is a count.")
+        require_number("rollout.temperature", self.temperature, above=0, way_out="1.0 samples the model itself.")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"rollout.top_p must be in (0, 1], got {self.top_p!r}. 1.0 samples the model itself.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """What is rewarded."""
+
+    functions: tuple[str, ...] = ("vader",)
+    """vader, length:N, regex:PATTERN, match:COLUMN, model:NAME, or your own module:function."""
+    weights: tuple[float, ...] = ()
+    """One weight a function; empty: 1 each."""
+    on_error: Literal["stop", "mask"] = "stop"
+    """A reward that raises or is NaN stops the run, or masks its samples and is counted."""
+    timeout: float | None = None
+    """Seconds a reward function may take for a step."""
+
+    def __post_init__(self) -> None:
+        if not self.functions:
+            raise ConfigError("reward.functions is empty. Name at least one, such as vader or my_module:my_function.")
+        if self.weights and len(self.weights) != len(self.functions):
+            raise ConfigError(
+                f"reward.weights has {len(self.weights)} entries for {len(self.functions)} functions. Give one each."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """GRPO or PPO."""
+
+    name: Literal["grpo", "ppo"] = "grpo"
+    """grpo: group advantages. ppo: value head and generalised advantages."""
+    std: bool = True
+    """GRPO: divide by the group's standard deviation."""
+    epochs: int = 1
+    """Passes over each batch."""
+    minibatches: int = 1
+    """Optimiser steps a pass."""
+    clip: tuple[float, float] = (0.2, 0.2)
+    """How far below and above 1 the ratio counts."""
+    gamma: float = 1.0
+    """PPO: discount."""
+    lam: float = 0.95
+    """PPO: λ of the generalised advantage."""
+    value_clip: float = 0.2
+    """PPO: how far the value may move from the old one."""
+    value_weight: float = 0.1
+    """PPO: weight of the value loss."""
+
+    def __post_init__(self) -> None:
+        if self.name not in ("grpo", "ppo"):
+            raise unknown("algorithm.name", self.name, ("grpo", "ppo"))
+        for name in ("epochs", "minibatches"):
+            require_number(f"algorithm.{name}", getattr(self, name), at_least=1, way_out="It is a count.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW and its schedule."""
+
+    lr: float = 1e-4
+    """Learning rate."""
+    value_lr: float = 1e-3
+    """Learning rate of PPO's value head."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Adam's decay rates."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes after the warm-up."""
+    warmup: int = 0
+    """Steps of linear warm-up."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this norm; 0: not at all."""
+    micro_batch: int = 0
+    """Sequences a forward pass; 0: the whole share at once. It changes memory, not the result."""
+    on_nonfinite: Literal["skip", "stop"] = "skip"
+    """A step whose loss or gradient is not finite is skipped and counted, or stops the run."""
+
+    def __post_init__(self) -> None:
+        require_number("optim.lr", self.lr, above=0, way_out="1e-4 is usual for LoRA.")
+        require_number("optim.max_grad_norm", self.max_grad_norm, at_least=0, way_out="0 turns clipping off.")
+        require_number("optim.micro_batch", self.micro_batch, at_least=0, way_out="0 takes the whole share.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """The adapter."""
+
+    rank: int = 16
+    """Rank of the update."""
+    alpha: float = 32.0
+    """Scale: the update counts alpha / rank."""
+    targets: str = "all-linear"
+    """Layers that get one: all-linear, or a comma-separated list of module names."""
+
+    def __post_init__(self) -> None:
+        require_number("lora.rank", self.rank, at_least=1, way_out="16 is usual.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A training run."""
+
+    model: str = "tiny"
+    """The policy: a folder, a Hub id, or a built-in name (tiny, smollm2)."""
+    prompts: str | None = None
+    """JSONL with a "prompt" on each line (other columns go to the rewards), or text, one prompt a line. None: the
+    built-in model's own."""
+    run: str = "runs/train"
+    """Folder of the run: config.yaml, metrics.jsonl, samples.jsonl, checkpoints/."""
+    steps: int = 100
+    """Steps in all."""
+    seed: int = 0
+    """Of prompts, sampling and initial weights."""
+    full: bool = False
+    """Train every weight instead of a LoRA adapter."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: bfloat16 on a GPU, float32 on a CPU. The reference has the same."""
+    device: str = "auto"
+    """auto: the GPU where there is one."""
+    save_every: int = 20
+    """Steps between checkpoints; the last step is always saved."""
+    keep: int = 2
+    """Checkpoints kept besides those the reference needs; 0: all."""
+    sample_every: int = 10
+    """Steps between entries of samples.jsonl."""
+    resume: bool = False
+    """Go on from the newest whole checkpoint of the run folder."""
+    skip_damaged: bool = False
+    """When resuming, pass over a damaged checkpoint instead of stopping at it."""
+    preflight: bool = True
+    """Check before step 1 that the KL term is wired right."""
+    deterministic: bool = False
+    """Ask torch for deterministic algorithms."""
+    track: str | None = None
+    """A tracker of accelerate's: tensorboard, wandb, mlflow, ..."""
+    trust_remote_code: bool = False
+    """Let a model repository run its own code."""
+    kl: KLConfig = field(default_factory=KLConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+    def __post_init__(self) -> None:
+        require_number("steps", self.steps, at_least=1, way_out="It counts optimiser steps.")
+        require_number("save_every", self.save_every, at_least=1, way_out="It counts steps.")
+        require_number("keep", self.keep, at_least=0, way_out="0 keeps every checkpoint.")
+        if self.algorithm.minibatches > self.rollout.prompts * self.rollout.group_size:
+            raise ConfigError(
+                f"algorithm.minibatches {self.algorithm.minibatches} is more than the "
+                f"{self.rollout.prompts * self.rollout.group_size} completions of a step. Lower it."
+            )
+        if self.algorithm.name == "grpo" and self.rollout.group_size < 2:
+            raise ConfigError(
+                "rollout.group_size is 1, and GRPO compares completions of one prompt. Use 2 or more, or "
+                "algorithm.name=ppo."
+            )

@@ -1,0 +1,173 @@
+"""The decoding loop: prefill, then one token at a time over a static cache; on a GPU as a captured graph.
+
+Log-probs are those of the distribution sampled from: logits divided by the temperature, cut by top-p where that is
+below 1, normalised in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+SLOTS = 4
+"""Shapes whose cache and graph are kept."""
+
+
+class Drawn(NamedTuple):
+    """Completions [n, c]: tokens, their log-probs, which of them count, and which sequences ended by themselves."""
+
+    tokens: Tensor
+    logp: Tensor
+    mask: Tensor
+    ended: Tensor
+
+
+class Decoder:
+    """Samples from a plain causal LM. Cache, masks and graph are kept between calls of the same shape."""
+
+    def __init__(self, model: Any, temperature: float, top_p: float, end: tuple[int, ...], pad: int) -> None:
+        self.model, self.temperature, self.top_p, self.pad = model, temperature, top_p, pad
+        device = next(model.parameters()).device
+        self.end = torch.tensor(end, device=device)
+        self.slots: dict[tuple[int, int, int], Slot] = {}
+
+    def run(self, ids: Tensor, attention: Tensor, length: int, generator: torch.Generator) -> Drawn:
+        """At most ``length`` tokens after each prompt; stops as soon as every sequence has ended."""
+        rows, prompt = ids.shape
+        slot = self._slot(rows, prompt, length)
+        slot.begin(attention)
+        logits = self._prefill(slot, ids, attention)
+        tokens, logps, alive = [], [], []
+        live = torch.ones(rows, dtype=torch.bool, device=ids.device)
+        for t in range(length):
+            token, logp = self.draw(logits, generator)
+            token = torch.where(live, token, self.pad)
+            tokens.append(token)
+            logps.append(torch.where(live, logp, torch.zeros_like(logp)))
+            alive.append(live)
+            live = live & ~torch.isin(token, self.end)
+            # Looking at `live` waits for the device, so it is looked at every few tokens there.
+            if t + 1 == length or ((ids.device.type == "cpu" or t % 8 == 7) and not bool(live.any())):
+                break
+            logits = slot.step(self.model, token, prompt + t)
+        mask = torch.stack(alive, 1)
+        return Drawn(torch.stack(tokens, 1), torch.stack(logps, 1), mask, ~live)
+
+    def draw(self, logits: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """One token a row and its log-prob under the distribution it was drawn from."""
+        logp = (logits.float() / self.temperature).log_softmax(-1)
+        if self.top_p < 1:
+            logp = nucleus(logp, self.top_p)
+        token = torch.multinomial(logp.exp(), 1, generator=generator)
+        return token.squeeze(1), logp.gather(1, token).squeeze(1)
+
+    def _slot(self, rows: int, prompt: int, length: int) -> Slot:
+        key = (rows, prompt, length)
+        if key not in self.slots:
+            # A few shapes at a time: each holds a cache, and on a GPU a graph.
+            while len(self.slots) >= SLOTS:
+                del self.slots[next(iter(self.slots))]
+            self.slots[key] = Slot(self.model, rows, prompt + length)
+        return self.slots[key]
+
+    def _prefill(self, slot: Slot, ids: Tensor, attention: Tensor) -> Tensor:
+        positions = (attention.long().cumsum(-1) - 1).clamp(min=0)
+        prompt = ids.shape[1]
+        causal = torch.ones(prompt, slot.width, dtype=torch.bool, device=ids.device).tril()
+        # A padding query sees itself, so that no row of the softmax is empty.
+        seen = slot.visible[:, None, None, :] | torch.eye(prompt, slot.width, dtype=torch.bool, device=ids.device)
+        out = self.model(
+            input_ids=ids,
+            attention_mask=seen & causal,
+            position_ids=positions,
+            past_key_values=slot.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        slot.position.copy_(positions[:, -1:] + 1)
+        return out.logits[:, -1]  # type: ignore[no-any-return]
+
+
+class Slot:
+    """Static cache, mask and positions for one shape, and on a GPU the graph of a step over them."""
+
+    def __init__(self, model: Any, rows: int, width: int) -> None:
+        from transformers import StaticCache
+
+        device = next(model.parameters()).device
+        self.width = width
+        self.cache: Any = StaticCache(config=model.config, max_cache_len=width)
+        self.visible = torch.zeros(rows, width, dtype=torch.bool, device=device)
+        self.position = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        self.token = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        self.column = torch.zeros(1, dtype=torch.long, device=device)
+        self.graph: Any = None
+        self.logits: Tensor | None = None
+
+    def begin(self, attention: Tensor) -> None:
+        """Forget the last batch: an empty cache in which the prompt's real tokens are visible."""
+        self.cache.reset()
+        self.visible.zero_()
+        self.visible[:, : attention.shape[1]] = attention
+        self.column.fill_(attention.shape[1])
+
+    def step(self, model: Any, token: Tensor, column: int) -> Tensor:
+        """Logits after ``token``, which goes into ``column`` of the cache."""
+        self.token.copy_(token[:, None])
+        if self.token.device.type != "cuda":
+            return self._forward(model)
+        if self.graph is None:
+            self._capture(model)
+        self.graph.replay()
+        assert self.logits is not None
+        return self.logits
+
+    def _forward(self, model: Any) -> Tensor:
+        self.visible.index_fill_(1, self.column, True)
+        out = model(
+            input_ids=self.token,
+            attention_mask=self.visible[:, None, None, :],
+            position_ids=self.position,
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        self.position.add_(1)
+        self.column.add_(1)
+        return out.logits[:, -1]  # type: ignore[no-any-return]
+
+    def _capture(self, model: Any) -> None:
+        """Record one step as a graph. Warm-up steps and the recording move the state; it is put back after each."""
+        saved = self._state()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self._forward(model)
+                self._restore(saved)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.logits = self._forward(model)
+        self._restore(saved)
+
+    def _state(self) -> list[tuple[Tensor, Tensor]]:
+        """Every tensor a step changes besides the cache's columns to come, with its value."""
+        moving = [self.visible, self.position, self.column]
+        moving += [
+            t for layer in self.cache.layers if isinstance(t := getattr(layer, "cumulative_length", None), Tensor)
+        ]
+        return [(t, t.clone()) for t in moving]
+
+    def _restore(self, saved: list[tuple[Tensor, Tensor]]) -> None:
+        for tensor, value in saved:
+            tensor.copy_(value)
+
+
+def nucleus(logp: Tensor, top_p: float) -> Tensor:
+    """``logp`` cut to the smallest set of tokens whose probability reaches ``top_p``, normalised again."""
+    ordered, index = logp.sort(-1, descending=True)
+    before = ordered.exp().cumsum(-1) - ordered.exp()
+    cut = torch.where(before < top_p, ordered, torch.full_like(ordered, -torch.inf))
+    return torch.full_like(logp, -torch.inf).scatter(-1, index, cut).log_softmax(-1)

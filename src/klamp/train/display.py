@@ -1,0 +1,72 @@
+"""What a run shows while it goes: a live line in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from klamp.monitor import Alarm
+
+
+class Display:
+    """Progress of a run. ``quiet`` shows nothing: for ranks other than the first, and for callers of the library."""
+
+    def __init__(self, steps: int, *, quiet: bool = False) -> None:
+        self.steps, self.quiet = steps, quiet
+        self.terminal = sys.stderr.isatty() and not quiet
+        self.progress: Any = None
+        self.task: Any = None
+        self.begun = time.monotonic()
+        self.first: int | None = None
+
+    @contextlib.contextmanager
+    def live(self, done: int) -> Iterator[None]:
+        """Show progress until the block ends; ``done`` steps were done before."""
+        self.first = done
+        if not self.terminal:
+            yield
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (MofNCompleteColumn(), BarColumn(20), TextColumn("{task.description}"), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True)) as self.progress:
+            self.task = self.progress.add_task("starting", total=self.steps, completed=done)
+            yield
+
+    def say(self, text: str) -> None:
+        """One line about the run itself."""
+        if self.progress is not None:
+            self.progress.console.print(text)
+        elif not self.quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    def step(self, step: int, metrics: dict[str, float], alarms: list[Alarm]) -> None:
+        """A finished step."""
+        if self.quiet:
+            return
+        text = summary(metrics)
+        if self.progress is not None:
+            self.progress.update(self.task, completed=step, description=text)
+        else:
+            left = self._left(step)
+            print(f"step {step}/{self.steps}  {text}  {left}", file=sys.stderr, flush=True)
+        for alarm in alarms:
+            self.say(f"alarm {alarm.kind} at step {alarm.step}: {alarm.message}")
+
+    def _left(self, step: int) -> str:
+        done = step - (self.first or 0)
+        seconds = (time.monotonic() - self.begun) / max(done, 1) * (self.steps - step)
+        return f"{seconds:.0f} s left" if seconds < 120 else f"{seconds / 60:.0f} min left"
+
+
+def summary(metrics: dict[str, float]) -> str:
+    """Reward, KL against its target, beta and speed in one line."""
+    target = metrics.get("kl/target")
+    band = "" if target is None else f" of {target:g} {'in band' if metrics.get('kl/in_band') else 'outside'}"
+    rate = f"  {metrics['time/tokens_per_second']:.0f} tok/s" if "time/tokens_per_second" in metrics else ""
+    kl, beta = metrics["kl/steered"], metrics["kl/beta"]
+    return f"reward {metrics['reward/mean']:.3f}  KL {kl:.4f}{band}  beta {beta:.3g}{rate}"

@@ -1,0 +1,425 @@
+"""One optimiser step under KL control: the body of the trainer, used by the loop and by LocalBackend alike.
+
+The loss is a sum over counted tokens divided by the step's global token count, price and reward alike, so neither
+micro-batches nor processes change it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from klamp import estimators as e
+from klamp.clamp import Clamped, lora_scaler, snapshot, weights_scaler
+from klamp.errors import KlampError
+from klamp.kernels import TokenStats
+from klamp.masked import select, sum_count
+from klamp.monitor import Alarm
+from klamp.objectives import policy_loss, to_go, value_loss
+from klamp.placements import in_advantage, in_loss, sequence_exact
+from klamp.references import parse
+from klamp.train.algorithms import Look, Prepared, needs_look, prepare
+from klamp.train.anchors import AdapterOff, Reference, anchor
+from klamp.train.batch import Part, Rollout, parts
+from klamp.train.config import TrainConfig
+from klamp.train.data import mix
+from klamp.train.policy import ADAPTER, Anchor, Policy
+from klamp.train.rewards import Scored
+from klamp.train.steering import Steering
+from klamp.train.tally import Tally
+
+CACHE_BYTES = 2 << 30
+"""Reference states of a step are kept up to this size, so that they are computed once."""
+
+
+class TrainingError(KlampError, RuntimeError):
+    """Training cannot go on."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step did."""
+
+    metrics: dict[str, float]
+    alarms: list[Alarm]
+    token_kl: Tensor
+    """[N, C] exact KL of each token before the update; for samples and maps."""
+
+
+class Learner:
+    """Policy, reference, optimiser and steering of a run."""
+
+    def __init__(self, config: TrainConfig, policy: Policy, accelerator: Any, run: Path) -> None:
+        self.config, self.policy, self.accelerator = config, policy, accelerator
+        self.module, self.optimizer = accelerator.prepare(policy, _adamw(policy, config))
+        self.device = next(policy.model.parameters()).device
+        self.steering = Steering(config.kl)
+        spec = parse(config.kl.reference)
+        self.reference: Reference = anchor(policy, self._forward, spec, run, on_cpu=config.kl.reference_on_cpu)
+        self.skipped = 0
+        self.grad_norm = 0.0
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    def step(self, step: int, rollout: Rollout, scored: Scored, *, stale: bool = False) -> Outcome:
+        """One step on sampled and rewarded sequences. ``stale`` says that their sampler was an older policy."""
+        rollout = rollout.to(self.device)
+        self._sampler_logp = rollout.sampler_logp
+        tally = Tally(self.reduce)
+        anchors = self._anchors(rollout)
+        look = self._look(rollout, anchors) if needs_look(self.config, stale) else None
+        if self.config.algorithm.name == "ppo":
+            self._first_price(1.0, rollout.mask)
+        beta = self.steering.beta if self.steering.state is not None else 0.0
+        prepared = prepare(self.config, rollout, scored, look, beta, self.reduce)
+        if stale and look is not None:
+            known = torch.isfinite(rollout.sampler_logp)
+            prepared = replace(prepared, old_logp=torch.where(known, rollout.sampler_logp, look.logp))
+        self._first_price(prepared.spread, prepared.counted)
+        origin = self._origin()
+        token_kl = self._optimise(step, rollout, prepared, anchors, tally)
+        token_kl = token_kl if look is None else look.kl
+        self._tally_kl(rollout, prepared, token_kl, tally)
+        sums = tally.totals()
+        kl = sums.mean("kl")
+        self.steering.fresh(kl)
+        clamped = self.steering.clamp(lambda: self._measure(rollout, prepared, anchors), self._scaler(origin))
+        return self._conclude(step, rollout, scored, sums, kl, clamped, token_kl, prepared)
+
+    def _conclude(
+        self,
+        step: int,
+        rollout: Rollout,
+        scored: Scored,
+        sums: Any,
+        kl: float,
+        clamped: Clamped | None,
+        token_kl: Tensor,
+        prepared: Prepared,
+    ) -> Outcome:
+        priced = self.steering.beta
+        per_token = {name: sums.mean(name) for name in ("kl/ref/exact", "kl/ref/k1", "kl/ref/k3", "kl/sampler/k1")}
+        comparable = {"k3": per_token["kl/ref/k3"]} if self.config.kl.per == "token" else {}
+        alarms = self.steering.observe(
+            step, kl, int(sums.count("sequences")), clamped, estimates=comparable, sampler_kl=per_token["kl/sampler/k1"]
+        )
+        self.reference.after_step(step)
+        metrics = {**per_token, "kl/steered": kl, "kl/beta": priced, **_band(kl, self.config.kl.target)}
+        if clamped is not None:
+            metrics |= {
+                "kl/clamp/before": clamped.kl_before,
+                "kl/clamp/after": clamped.kl_after,
+                "kl/clamp/effort": clamped.effort,
+                "kl/clamp/gap": self.steering.gap_state.ratio,
+            }
+        metrics |= {name: sums.mean(name) for name in sums.names() if name.startswith(("loss/", "policy/"))}
+        metrics |= self._reward_metrics(rollout, scored, prepared)
+        metrics |= {"train/skipped": float(self.skipped), "train/lr": self._lr(step), "train/grad_norm": self.grad_norm}
+        return Outcome(metrics, alarms, token_kl)
+
+    def _reward_metrics(self, rollout: Rollout, scored: Scored, prepared: Prepared) -> dict[str, float]:
+        tally = Tally(self.reduce)
+        valid = scored.valid
+        tally.add("reward/mean", scored.total[valid].double().sum(), valid.sum())
+        tally.add("square", (scored.total[valid].double() ** 2).sum(), valid.sum())
+        for name, part in scored.parts.items():
+            tally.add(f"reward/{name}", part[valid].double().sum(), valid.sum())
+        tally.add("reward/failed", (~valid).sum().double(), torch.ones(()))
+        tally.add("length/mean", rollout.mask.sum().double(), torch.tensor(len(rollout)))
+        if rollout.ended is not None:
+            tally.add("length/ended", rollout.ended.sum().double(), torch.tensor(len(rollout)))
+        sums = tally.totals()
+        metrics = {name: sums.mean(name) for name in sums.names() if name != "square"}
+        metrics["reward/std"] = math.sqrt(max(sums.mean("square") - metrics["reward/mean"] ** 2, 0.0))
+        metrics["reward/failed"] = sums.total("reward/failed")
+        metrics["train/tokens"] = sums.total("length/mean")
+        metrics["policy/spread"] = prepared.spread
+        return metrics
+
+    def _first_price(self, spread: float, mask: Tensor) -> None:
+        """Feed-forward from the first batch; every process has the same numbers."""
+        if self.steering.state is None:
+            sums = self.reduce(torch.stack([mask.sum().double(), mask.any(1).sum().double()]))
+            self.steering.start(spread, float(sums[0] / sums[1].clamp(min=1)))
+
+    # -- the update -------------------------------------------------------------------------------------------------
+
+    def _optimise(
+        self, step: int, rollout: Rollout, prepared: Prepared, anchors: Callable[[Part], Anchor], tally: Tally
+    ) -> Tensor:
+        """All epochs and minibatches; losses are tallied in the first. Returns each token's KL as it was met there."""
+        token_kl = torch.zeros(rollout.mask.shape, device=self.device)
+        algorithm, size = self.config.algorithm, self.config.optim.micro_batch
+        for epoch in range(algorithm.epochs):
+            order = self._order(step, epoch, len(rollout))
+            for rows in torch.tensor_split(order, algorithm.minibatches):
+                count = float(self.reduce(prepared.counted[rows].sum().double()).clamp(min=1))
+                pieces = list(parts(rollout, rows, size))
+                for i, piece in enumerate(pieces):
+                    with self._sync(last=i + 1 == len(pieces)):
+                        loss, stats = self._loss(piece, prepared, anchors(piece), count, tally if epoch == 0 else None)
+                        self.accelerator.backward(loss * self.accelerator.num_processes)
+                    if epoch == 0 and stats.kl is not None:
+                        piece.put(token_kl, stats.kl.detach())
+                self._apply(step)
+        return token_kl
+
+    def loss_of(self, rollout: Rollout, rows: Tensor, prepared: Prepared, anchors: Callable[[Part], Anchor]) -> Tensor:
+        """The loss of some rows as the update computes it, with its graph; for preflight and tests."""
+        count = float(prepared.counted[rows].sum().clamp(min=1))
+        pieces = parts(rollout, rows, self.config.optim.micro_batch)
+        self._sampler_logp = rollout.sampler_logp
+        return torch.stack([self._loss(p, prepared, anchors(p), count, None)[0] for p in pieces]).sum()
+
+    def _loss(
+        self, piece: Part, prepared: Prepared, reference: Anchor, count: float, tally: Tally | None
+    ) -> tuple[Tensor, TokenStats]:
+        """``Σ (policy + price + value) / count`` over the counted tokens of a part."""
+        counted = piece.of(prepared.counted)
+        piece = replace(piece, mask=counted)
+        with self._autocast():
+            states = self.module(piece, values=prepared.returns is not None)
+            stats = self.policy.stats(piece, states.hidden, reference)
+        old = stats.logp.detach() if prepared.old_logp is None else piece.of(prepared.old_logp)
+        advantages, unclipped, price = self._priced(piece, prepared, stats, old)
+        pg = policy_loss(stats.logp, old, advantages, clip=self.config.algorithm.clip, unclipped=unclipped)
+        policy_term = select(pg, counted).sum()
+        loss = policy_term + price
+        if tally is not None:
+            self._tally_losses(piece, counted, stats, old, policy_term, price, tally)
+        if prepared.returns is not None and prepared.old_values is not None and states.values is not None:
+            values = value_loss(
+                states.values,
+                piece.of(prepared.old_values),
+                piece.of(prepared.returns),
+                clip=self.config.algorithm.value_clip,
+            )
+            value_term = select(values, counted).sum()
+            loss = loss + self.config.algorithm.value_weight * value_term
+            if tally is not None:
+                tally.add("loss/value", value_term.detach(), counted.sum())
+        return loss / count, stats
+
+    def _priced(
+        self, piece: Part, prepared: Prepared, stats: TokenStats, old: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """(advantages, advantages outside the clip, price in the loss) of a part for the configured placement."""
+        kl, beta, counted = self.config.kl, self.steering.beta, piece.mask
+        advantages = piece.of(prepared.advantages)
+        nothing = torch.zeros((), device=self.device)
+        assert stats.ref_logp is not None, "the learner always has a reference"
+        if kl.placement == "sequence_exact":
+            assert stats.kl is not None, "and its exact KL"
+            sampler = None if prepared.old_logp is None else old
+            both = sequence_exact(stats.kl, beta, counted, logp=stats.logp, old_logp=sampler, max_weight=kl.max_weight)
+            return advantages, both.advantage, both.local.sum()
+        if kl.placement == "in_loss":
+            return advantages, None, in_loss(_estimate(kl.estimator, stats, old, kl.tail), beta, counted, count=1.0)
+        if kl.placement == "in_advantage":
+            k1 = e.k1(stats.logp.detach(), stats.ref_logp)
+            return in_advantage(advantages, k1, beta, counted, mean=prepared.kl_mean), None, nothing
+        if self.config.algorithm.name == "grpo":
+            k1 = _estimate(kl.estimator, stats, old, kl.tail).detach()
+            return advantages - beta * to_go(k1, counted), None, nothing
+        return advantages, None, nothing
+
+    def _apply(self, step: int) -> None:
+        """Clip, step, and skip a step whose gradient is not finite."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * self._factor(step)
+        limit = self.config.optim.max_grad_norm or math.inf
+        norm = self.accelerator.clip_grad_norm_(list(self.policy.trainable().values()), limit)
+        self.grad_norm = float(norm)
+        if math.isfinite(self.grad_norm):
+            self.optimizer.step()
+        else:
+            self.skipped += 1
+            if self.config.optim.on_nonfinite == "stop":
+                raise TrainingError(
+                    f"the gradient of step {step} is {self.grad_norm}. Look at this step's samples and rewards, lower "
+                    "optim.lr, or set optim.on_nonfinite=skip to leave such steps out."
+                )
+        self.optimizer.zero_grad(set_to_none=True)
+
+    # -- measuring --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _look(self, rollout: Rollout, anchors: Callable[[Part], Anchor]) -> Look:
+        """Log-probs (and values) of the whole batch before the update."""
+        logp = torch.zeros(rollout.mask.shape, device=self.device)
+        ref_logp, values, kl = torch.zeros_like(logp), torch.zeros_like(logp), torch.zeros_like(logp)
+        for piece in parts(rollout, torch.arange(len(rollout), device=self.device), self.config.optim.micro_batch):
+            with self._autocast():
+                states = self.module(piece, values=self.policy.value is not None)
+                stats = self.policy.stats(piece, states.hidden, anchors(piece))
+            assert stats.ref_logp is not None, "the learner always has a reference"
+            assert stats.kl is not None, "and its exact KL"
+            piece.put(kl, stats.kl)
+            piece.put(logp, stats.logp)
+            piece.put(ref_logp, stats.ref_logp)
+            if states.values is not None:
+                piece.put(values, states.values)
+        return Look(logp, ref_logp, kl, values if self.policy.value is not None else None)
+
+    @torch.no_grad()
+    def _measure(self, rollout: Rollout, prepared: Prepared, anchors: Callable[[Part], Anchor]) -> float:
+        """KL of the policy as it is now on the step's own tokens, over all processes, in the unit of the target."""
+        tally = Tally(self.reduce)
+        stride = max(1, round(1 / self.config.kl.clamp_share))
+        rows = torch.arange(0, len(rollout), stride, device=self.device)
+        for piece in parts(rollout, rows, self.config.optim.micro_batch):
+            counted = piece.of(prepared.counted)
+            piece = replace(piece, mask=counted)
+            with self._autocast():
+                stats = self.policy.stats(piece, self.module(piece).hidden, anchors(piece))
+            assert stats.kl is not None
+            tally.add("kl", *sum_count(stats.kl, counted, per=self.config.kl.per or "token"))
+        return tally.totals().mean("kl")
+
+    def _anchors(self, rollout: Rollout) -> Callable[[Part], Anchor]:
+        """The reference's states of any part of the rollout, computed once where they fit in memory."""
+        cache: dict[str, Any] = {}
+
+        def fresh(piece: Part) -> Anchor:
+            with self._autocast():
+                return self.reference.states(piece)
+
+        def fill() -> None:
+            everything = torch.arange(len(rollout), device=self.device)
+            for piece in parts(rollout, everything, self.config.optim.micro_batch):
+                found = fresh(piece)
+                states = found.states
+                if "states" not in cache:
+                    size = rollout.mask.numel() * states.shape[-1] * states.element_size()
+                    if size > CACHE_BYTES:
+                        cache["too large"] = True
+                        return
+                    cache["states"] = states.new_zeros(*rollout.mask.shape, states.shape[-1])
+                    cache["head"] = found.head
+                piece.put(cache["states"], states)
+
+        def of(piece: Part) -> Anchor:
+            if not cache:
+                fill()
+            if "too large" in cache:
+                return fresh(piece)
+            return Anchor(cache["states"][piece.rows, piece.columns], cache["head"])
+
+        return of
+
+    def _tally_kl(self, rollout: Rollout, prepared: Prepared, token_kl: Tensor, tally: Tally) -> None:
+        tally.add("kl", *sum_count(token_kl, prepared.counted, per=self.config.kl.per or "token"))
+        tally.add("kl/ref/exact", *sum_count(token_kl, prepared.counted))
+        tally.add("sequences", torch.zeros(()), torch.tensor(len(rollout)))
+
+    def _tally_losses(
+        self, piece: Part, counted: Tensor, stats: TokenStats, old: Tensor, pg: Tensor, price: Tensor, tally: Tally
+    ) -> None:
+        assert stats.ref_logp is not None
+        logp = stats.logp.detach()
+        tally.add("loss/policy", pg.detach(), counted.sum())
+        tally.add("loss/price", price.detach(), counted.sum())
+        tally.add("policy/entropy", *sum_count(stats.entropy.detach(), counted))
+        tally.add("kl/ref/k1", *sum_count(e.k1(logp, stats.ref_logp), counted))
+        tally.add("kl/ref/k3", *sum_count(e.k3(logp, stats.ref_logp, tail=self.config.kl.tail), counted))
+        low, high = self.config.algorithm.clip
+        ratio = (logp - old).exp()
+        tally.add("policy/clipped", *sum_count(((ratio < 1 - low) | (ratio > 1 + high)).float(), counted))
+        sampled = piece.of(self._sampler_logp)
+        known = counted & torch.isfinite(sampled)
+        tally.add("kl/sampler/k1", *sum_count(sampled - logp, known))
+
+    # -- plumbing ---------------------------------------------------------------------------------------------------
+
+    def _scaler(self, origin: dict[str, Tensor] | None) -> Callable[[float], None]:
+        if isinstance(self.reference, AdapterOff):
+            return lora_scaler(self.policy.model, ADAPTER)
+        fixed = self.reference.origin()
+        return weights_scaler(self.policy.model, fixed if fixed is not None else origin or {})
+
+    def _origin(self) -> dict[str, Tensor] | None:
+        """The weights before the step, where the clamp will have to backtrack to them."""
+        backtracks = self.config.kl.clamp_limit is not None and not isinstance(self.reference, AdapterOff)
+        return snapshot(self.policy.model) if backtracks and self.reference.origin() is None else None
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """The sum over all processes."""
+        return self.accelerator.reduce(x.to(self.device), reduction="sum")  # type: ignore[no-any-return]
+
+    def _forward(self, piece: Part) -> Any:
+        return self.module(piece)
+
+    def _autocast(self) -> Any:
+        on = self.device.type == "cuda" and self.config.dtype != "float32"
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=on)
+
+    @contextlib.contextmanager
+    def _sync(self, *, last: bool) -> Iterator[None]:
+        """Processes exchange gradients at the last part only."""
+        with contextlib.nullcontext() if last else self.accelerator.no_sync(self.module):
+            yield
+
+    def _order(self, step: int, epoch: int, count: int) -> Tensor:
+        """Rows of a pass: in order for a single update, shuffled by seed, step and epoch otherwise."""
+        if self.config.algorithm.minibatches == 1:
+            return torch.arange(count, device=self.device)
+        generator = torch.Generator().manual_seed(mix(self.config.seed, step, epoch, self.accelerator.process_index))
+        return torch.randperm(count, generator=generator).to(self.device)
+
+    def _factor(self, step: int) -> float:
+        """Share of the learning rate at ``step``, which counts from 1."""
+        optim, steps = self.config.optim, self.config.steps
+        if step <= optim.warmup:
+            return step / (optim.warmup + 1)
+        progress = min((step - 1 - optim.warmup) / max(steps - optim.warmup, 1), 1.0)
+        if optim.schedule == "linear":
+            return 1 - progress
+        return 0.5 * (1 + math.cos(math.pi * progress)) if optim.schedule == "cosine" else 1.0
+
+    def _lr(self, step: int) -> float:
+        return self.config.optim.lr * self._factor(step)
+
+
+def _estimate(name: str, stats: TokenStats, old: Tensor, tail: float) -> Tensor:
+    """Per-token values of the configured estimator, differentiable."""
+    logp, ref = stats.logp, stats.ref_logp
+    assert ref is not None
+    if name == "exact":
+        assert stats.kl is not None
+        return stats.kl
+    if name.startswith("weighted_"):
+        kind = e.estimator(name.removeprefix("weighted_"))
+        return e.weighted(kind, logp, old, ref, tail=tail if kind in (e.k2, e.k3) else None)
+    if name.startswith("detached_weight_"):
+        return e.weighted(name.removeprefix("detached_weight_"), logp, old, ref, detach_weight=True, tail=tail)
+    if name.endswith("+"):
+        value = _estimate(name.removesuffix("+"), stats, old, tail)
+        return e.straight_through(value.detach(), e.k2(logp, ref, tail=tail))
+    kind = e.estimator(name)
+    return kind(logp, ref, tail=tail) if kind in (e.k2, e.k3) else kind(logp, ref)
+
+
+def _adamw(policy: Policy, config: TrainConfig) -> torch.optim.AdamW:
+    optim = config.optim
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in policy.model.parameters() if p.requires_grad], "lr": optim.lr}
+    ]
+    if policy.value is not None:
+        groups.append({"params": list(policy.value.parameters()), "lr": optim.value_lr})
+    for group in groups:
+        group["initial_lr"] = group["lr"]
+    fused = all(p.device.type == "cuda" for g in groups for p in g["params"])
+    return torch.optim.AdamW(groups, betas=optim.betas, weight_decay=optim.weight_decay, fused=fused)
+
+
+def _band(kl: float, target: float | None) -> dict[str, float]:
+    if target is None:
+        return {}
+    return {"kl/target": target, "kl/in_band": float(abs(kl / target - 1) <= 0.2)}

@@ -1,0 +1,272 @@
+"""The loop: prompts → rollouts → rewards → one step under KL control → metrics → checkpoint.
+
+Which prompts a step takes and what it draws follow from (seed, step, process) alone, so a run that was killed goes on
+from its last checkpoint exactly as if it had not been.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from klamp import models
+from klamp.errors import ConfigError
+from klamp.train import checkpoint, data
+from klamp.train.batch import Rollout
+from klamp.train.config import TrainConfig
+from klamp.train.display import Display
+from klamp.train.learner import Learner, Outcome
+from klamp.train.policy import build
+from klamp.train.preflight import preflight
+from klamp.train.rewards import RewardFunction, Scorer
+from klamp.train.rollouts import Sampler, context_of
+from klamp.train.runs import RunFolder
+
+
+class Trainer:
+    """A run: everything made once, and the loop over it."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        rewards: Sequence[RewardFunction] | None = None,
+        quiet: bool = False,
+        watch: Callable[[int, Trainer], dict[str, float]] | None = None,
+    ) -> None:
+        self.config, self.watch = config, watch
+        self.folder = RunFolder(config.run)
+        self.scorer = Scorer(config.reward, rewards)
+        self.prompts = data.load(config.prompts, config.model)
+        self.folder.claim(config)
+        self.accelerator = _accelerator(config)
+        _check_processes(config, self.accelerator.num_processes)
+        torch.manual_seed(data.mix(config.seed, 1))
+        if config.deterministic:
+            torch.use_deterministic_algorithms(True)
+        self.tokenizer = models.load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+        self.encoded = models.encode_prompts(self.tokenizer, self.prompts.texts, chat=config.rollout.chat)
+        self.learner = _learner(config, self.accelerator)
+        context = context_of(self.learner.policy.model)
+        self._check_context(context)
+        self.sampler = Sampler(self.learner.policy, self.tokenizer, config.rollout, context)
+        self.display = Display(config.steps, quiet=quiet or not self.accelerator.is_main_process)
+        self.stop = Stop()
+
+    def run(self) -> dict[str, float]:
+        """Train to the last step and return its metrics."""
+        if not self.accelerator.is_main_process:
+            return self._run()
+        with self.folder.lock():
+            return self._run()
+
+    def _run(self) -> dict[str, float]:
+        done = self._resume()
+        metrics: dict[str, float] = {}
+        with self.stop.listening(), self.display.live(done):
+            for step in range(done + 1, self.config.steps + 1):
+                clock = Clock()
+                rollout = self.sample(step)
+                clock.lap("sample")
+                scored = self.scorer(rollout.prompts, rollout.completions, rollout.columns)
+                clock.lap("reward")
+                if step == 1 and self.config.preflight:
+                    preflight(self.learner, rollout)
+                outcome = self.learner.step(step, rollout, scored)
+                self.sampler.refresh()
+                clock.lap("update")
+                metrics = self._record(step, outcome, clock, rollout, scored.total.tolist())
+                self._save_if_due(step)
+                self.stop.leave_if_asked()
+        self.accelerator.end_training()
+        return metrics
+
+    def sample(self, step: int) -> Rollout:
+        """This process's share of the step's prompts, with their completions."""
+        config, rank, ranks = self.config, self.accelerator.process_index, self.accelerator.num_processes
+        picked = self.prompts.of_step(step - 1, config.rollout.prompts, config.seed)
+        share = len(picked) // ranks
+        own = picked[rank * share : (rank + 1) * share]
+        generator = torch.Generator(self.learner.device).manual_seed(data.mix(config.seed, step, rank, 2))
+        rollout = self.sampler.sample([self.encoded[i] for i in own], [self.prompts.texts[i] for i in own], generator)
+        repeated = [i for i in own for _ in range(config.rollout.group_size)]
+        return replace(rollout, columns={k: [v[i] for i in repeated] for k, v in self.prompts.columns.items()})
+
+    def _resume(self) -> int:
+        """Steps already done: from the newest whole checkpoint when resuming, none otherwise."""
+        config = self.config
+        main = self.accelerator.is_main_process
+        if main:
+            self.folder.path.mkdir(parents=True, exist_ok=True)
+            self.folder.write_config(replace(config, resume=False))
+            checkpoint.check_disk(self.folder.path, self.learner)
+        done = 0
+        if config.resume:
+            saved = checkpoint.newest(self.folder.path, skip_damaged=config.skip_damaged)
+            if saved is not None:
+                done = checkpoint.load(saved, self.learner)
+                self.sampler.refresh()
+                self.display.say(f"resuming after step {done} from {saved.path}")
+            else:
+                self.display.say("nothing to resume: no checkpoint yet, starting at step 1")
+        if main:
+            self.folder.rewind(done)
+        self.accelerator.wait_for_everyone()
+        return done
+
+    def _record(
+        self, step: int, outcome: Outcome, clock: Clock, rollout: Rollout, rewards: list[float]
+    ) -> dict[str, float]:
+        metrics = dict(outcome.metrics)
+        if self.watch is not None:
+            metrics |= self.watch(step, self)
+        clock.lap("watch")
+        metrics |= clock.metrics(metrics["train/tokens"])
+        if self.accelerator.is_main_process:
+            self.folder.append(self.folder.metrics, {"step": step, **metrics})
+            for alarm in outcome.alarms:
+                self.folder.append(self.folder.alarms, alarm.to_dict())
+            if step % self.config.sample_every == 0 or step in (1, self.config.steps):
+                self._write_samples(step, outcome, rollout, rewards)
+        self.accelerator.log(metrics, step=step)
+        self.display.step(step, metrics, outcome.alarms)
+        return metrics
+
+    def _write_samples(self, step: int, outcome: Outcome, rollout: Rollout, rewards: list[float]) -> None:
+        """The first completion of each prompt with the KL of its tokens."""
+        mask, tokens, kl = rollout.mask.cpu(), rollout.tokens.cpu(), outcome.token_kl.cpu()
+        for row in range(0, len(rollout), rollout.group_size):
+            keep = mask[row]
+            self.folder.append(
+                self.folder.samples,
+                {
+                    "step": step,
+                    "prompt": rollout.prompts[row],
+                    "completion": rollout.completions[row],
+                    "reward": rewards[row],
+                    "tokens": [self.tokenizer.decode([int(t)]) for t in tokens[row][keep]],
+                    "kl": [round(float(v), 6) for v in kl[row][keep]],
+                },
+            )
+
+    def _save_if_due(self, step: int) -> None:
+        due = step % self.config.save_every == 0 or step == self.config.steps or self.stop.asked
+        if due:
+            checkpoint.save(self.folder.path, step, self.learner, self.tokenizer, self.config)
+
+    def _check_context(self, context: int | None) -> None:
+        if context is None:
+            return
+        room = context - self.config.rollout.max_tokens
+        for n, ids in enumerate(self.encoded):
+            if len(ids) > room:
+                raise ConfigError(
+                    f"prompt {n + 1} has {len(ids)} tokens; the model's context of {context} less rollout.max_tokens="
+                    f"{self.config.rollout.max_tokens} leaves {room}. Shorten {self.prompts.texts[n][:60]!r}..."
+                )
+
+
+def train(
+    config: TrainConfig, *, rewards: Sequence[RewardFunction] | None = None, quiet: bool = False
+) -> dict[str, float]:
+    """Run ``config`` from the first step, or from its last checkpoint when it says so; returns the last metrics."""
+    return Trainer(config, rewards=rewards, quiet=quiet).run()
+
+
+class Clock:
+    """Seconds of the parts of a step."""
+
+    def __init__(self) -> None:
+        self.begun = self.last = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        """The time since the last lap belongs to ``name``."""
+        now = time.perf_counter()
+        self.laps[name] = now - self.last
+        self.last = now
+
+    def metrics(self, tokens: float) -> dict[str, float]:
+        """``time/*`` of the step."""
+        total = self.last - self.begun
+        return {
+            **{f"time/{k}": v for k, v in self.laps.items()},
+            "time/step": total,
+            "time/tokens_per_second": tokens / total,
+        }
+
+
+class Stop:
+    """SIGTERM and Ctrl-C end the run after the step at hand, with a checkpoint; a second one ends it at once."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.before: dict[int, Any] = {}
+
+    def listening(self) -> Stop:
+        """A context in which signals are heard; only the main thread can hear them."""
+        return self
+
+    def __enter__(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            try:
+                self.before[number] = signal.signal(number, self._hear)
+            except ValueError:
+                return
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise SystemExit(128 + number)
+        self.asked = number
+
+    def leave_if_asked(self) -> None:
+        """Exit with the usual code once the step is saved."""
+        if self.asked:
+            raise SystemExit(128 + self.asked)
+
+
+def _accelerator(config: TrainConfig) -> Any:
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    kwargs = DistributedDataParallelKwargs(broadcast_buffers=False)
+    cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
+    accelerator = Accelerator(
+        cpu=cpu, log_with=config.track, project_dir=config.run, kwargs_handlers=[kwargs], mixed_precision="no"
+    )
+    if config.track:
+        accelerator.init_trackers(Path(config.run).name)
+    return accelerator
+
+
+def _learner(config: TrainConfig, accelerator: Any) -> Learner:
+    if config.rollout.top_p < 1:
+        warnings.warn(
+            f"rollout.top_p={config.rollout.top_p}: tokens are drawn from a cut distribution, and ratios cannot "
+            "correct for what was cut. KL and log-probs of the trainer are those of the whole distribution.",
+            stacklevel=2,
+        )
+    device = accelerator.device
+    wide = config.dtype == "float32" or (config.dtype == "auto" and device.type == "cpu") or config.full
+    dtype = torch.float32 if wide else torch.bfloat16
+    model = models.load_model(config.model, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code)
+    return Learner(config, build(model, config), accelerator, Path(config.run))
+
+
+def _check_processes(config: TrainConfig, processes: int) -> None:
+    if config.rollout.prompts % processes:
+        raise ConfigError(
+            f"rollout.prompts={config.rollout.prompts} does not divide over {processes} processes. Make it a multiple."
+        )

@@ -1,0 +1,167 @@
+"""The model being trained: a transformers causal LM with a LoRA adapter or with every weight, and PPO's value head.
+
+``forward`` gives the states that predict the counted tokens; :meth:`Policy.stats` turns policy and reference states
+into log-probs, exact KL and entropy through :mod:`klamp.kernels`. A model whose head is more than a linear map takes
+the full-logits path, with the same numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from klamp.errors import ConfigError
+from klamp.kernels import HeadSpec, TokenStats, head_of, token_stats, token_stats_from_logits
+from klamp.train.batch import Part
+from klamp.train.config import TrainConfig
+
+ADAPTER = "default"
+
+
+class States(NamedTuple):
+    """What a model says of the counted positions of a part."""
+
+    hidden: Tensor
+    """[n, c, H] last hidden states, or [n, c, V] logits where the head is not a linear map."""
+    values: Tensor | None = None
+    """[n, c] PPO's value of the state before each token."""
+
+
+class Anchor(NamedTuple):
+    """The reference's states for a part, and the head they go through (None: the policy's own)."""
+
+    states: Tensor
+    head: HeadSpec | None = None
+
+
+class Policy(nn.Module):
+    """A causal LM with its head taken off, and PPO's value head beside it. All forward passes go through here."""
+
+    def __init__(self, model: nn.Module, *, value_head: bool, temperature: float, lora: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+        self.lora = lora
+        self.value: nn.Linear | None = None
+        if value_head:
+            hidden = int(_text_config(model).hidden_size)
+            self.value = nn.Linear(hidden, 1, device=next(model.parameters()).device, dtype=torch.float32)
+            nn.init.zeros_(self.value.weight)
+            nn.init.zeros_(self.value.bias)
+
+    @property
+    def head(self) -> HeadSpec | None:
+        """The head, read anew: a framework may have replaced its weight."""
+        return head_of(self.model)
+
+    def forward(self, part: Part, *, values: bool = False) -> States:
+        """States before each token of ``part``; ``values`` asks for the value head too."""
+        head = self.head
+        positions = (part.attention.long().cumsum(-1) - 1).clamp(min=0)
+        inputs = {"input_ids": part.ids, "attention_mask": part.attention.long(), "position_ids": positions}
+        before = slice(part.first - 1, part.ids.shape[1] - 1)
+        if head is None:
+            out = self.model(**inputs, use_cache=False, output_hidden_states=values)
+            hidden, last = out.logits[:, before], out.hidden_states[-1][:, before] if values else None
+        else:
+            hidden = last = head.backbone(**inputs, use_cache=False).last_hidden_state[:, before]
+        if not values or self.value is None or last is None:
+            return States(hidden)
+        return States(hidden, self.value(last.float()).squeeze(-1))
+
+    def stats(self, part: Part, states: Tensor, reference: Anchor | None) -> TokenStats:
+        """Log-probs, exact KL and entropy of the tokens of ``part`` at the sampling temperature."""
+        return _stats(self.head, states, part, reference, self.temperature)
+
+    @contextlib.contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """The base model: LoRA switched off, on again afterwards whatever happens."""
+        model: Any = self.model
+        with model.disable_adapter():
+            yield
+
+    @contextlib.contextmanager
+    def with_adapter(self, name: str) -> Iterator[None]:
+        """Another adapter of the same base in place of the trained one."""
+        model: Any = self.model
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        model.set_adapter(name)
+        try:
+            yield
+        finally:
+            model.set_adapter(ADAPTER)
+            for p in self.model.parameters():
+                p.requires_grad_(False)
+            for p in trained:
+                p.requires_grad_(True)
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The parameters that train, by name."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
+
+
+def _stats(
+    head: HeadSpec | None, states: Tensor, part: Part, reference: Anchor | None, temperature: float
+) -> TokenStats:
+    ref = None if reference is None else reference.states
+    if head is None:
+        return token_stats_from_logits(states, part.tokens, ref_logits=ref, mask=part.mask, temperature=temperature)
+    other = None if reference is None else reference.head
+    return token_stats(
+        states,
+        head.weight,
+        part.tokens,
+        ref_hidden=ref,
+        ref_head=None if other is None else other.weight,
+        ref_bias=None if other is None else other.bias,
+        mask=part.mask,
+        temperature=temperature,
+        **head.options(),
+    )
+
+
+def build(model: nn.Module, config: TrainConfig) -> Policy:
+    """The policy for ``config`` around a loaded model: LoRA unless ``full``."""
+    if not config.full:
+        model = add_lora(model, config)
+    else:
+        for p in model.parameters():
+            p.requires_grad_(True)
+    return Policy(
+        model,
+        value_head=config.algorithm.name == "ppo",
+        temperature=config.rollout.temperature,
+        lora=not config.full,
+    )
+
+
+def add_lora(model: nn.Module, config: TrainConfig) -> nn.Module:
+    """A LoRA adapter without dropout on the chosen layers, in float32 whatever the base is."""
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    if hasattr(model, "peft_config"):
+        raise ConfigError("the model already has an adapter. Name its base as model and the adapter as kl.reference.")
+    targets: Any = config.lora.targets
+    if targets != "all-linear":
+        targets = [t.strip() for t in targets.split(",") if t.strip()]
+    settings = LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        r=config.lora.rank,
+        lora_alpha=config.lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=0.0,
+        target_modules=targets,
+        bias="none",
+    )
+    try:
+        return get_peft_model(model, settings, adapter_name=ADAPTER)
+    except ValueError as error:
+        raise ConfigError(f"lora.targets {config.lora.targets!r} does not fit this model: {error}") from None
+
+
+def _text_config(model: nn.Module) -> Any:
+    config: Any = model.config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -1,0 +1,218 @@
+"""Rewards: plain functions of prompts, completions and the dataset's columns, one number a completion.
+
+``reward(prompts, completions, **columns) -> sequence of floats``. Written on the command line as a built-in name or as
+``module:function``. What a reward does wrong is said with the sample it did it to, or masked and counted.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import importlib
+import inspect
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from klamp.errors import ConfigError, KlampError, unknown
+from klamp.train.config import RewardConfig
+
+RewardFunction = Callable[..., Sequence[float]]
+
+
+class RewardError(KlampError, RuntimeError):
+    """A reward function raised, took too long, or returned something that is not one finite number a completion."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Rewards of a step."""
+
+    total: Tensor
+    """[N] weighted sum; 0 where not valid."""
+    valid: Tensor
+    """[N] False where a reward failed and was masked."""
+    parts: dict[str, Tensor]
+    """[N] each function's own, unweighted."""
+
+
+def vader(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """VADER's compound sentiment of the completion, from -1 to 1."""
+    return [float(_analyser().polarity_scores(text)["compound"]) for text in completions]
+
+
+def length(prompts: list[str], completions: list[str], *, target: float, **_: Any) -> list[float]:
+    """``-|words - target| / target``: 0 at the wanted length."""
+    return [-abs(len(text.split()) - target) / max(target, 1.0) for text in completions]
+
+
+def regex(prompts: list[str], completions: list[str], *, pattern: re.Pattern[str], **_: Any) -> list[float]:
+    """1 where the pattern is found in the completion, 0 elsewhere."""
+    return [float(pattern.search(text) is not None) for text in completions]
+
+
+def match(prompts: list[str], completions: list[str], *, column: str, **columns: Any) -> list[float]:
+    """1 where the completion is the dataset's answer but for white space, 0 elsewhere."""
+    answers = columns.get(column)
+    if answers is None:
+        raise ConfigError(f"reward 'match:{column}' needs a column {column!r} in the prompts file.")
+    return [float(text.strip() == str(answer).strip()) for text, answer in zip(completions, answers, strict=True)]
+
+
+class Classifier:
+    """The score of a sequence-classification model for prompt and completion: its only logit, or the last class's."""
+
+    def __init__(self, name: str) -> None:
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        self.tokenizer = AutoTokenizer.from_pretrained(name)
+        self.model = AutoModelForSequenceClassification.from_pretrained(name, use_safetensors=True).eval()
+        if self.tokenizer.pad_token is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        self.model.config.pad_token_id = self.tokenizer.pad_token_id
+
+    @torch.no_grad()
+    def __call__(self, prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        texts = [p + c for p, c in zip(prompts, completions, strict=True)]
+        batch = self.tokenizer(texts, return_tensors="pt", padding=True, truncation=True)
+        scores = self.model(**batch.to(self.model.device)).logits[:, -1]
+        return [float(s) for s in scores.float().cpu()]
+
+
+def resolve(name: str) -> RewardFunction:
+    """The reward written as ``name``; everything but a reward model is checked without running it."""
+    kind, colon, value = name.partition(":")
+    if kind == "vader" and not colon:
+        return vader
+    if kind == "length":
+        try:
+            return partial(length, target=float(value))
+        except ValueError:
+            raise ConfigError(f"reward {name!r} needs a number of words, as in length:20.") from None
+    if kind == "regex":
+        try:
+            return partial(regex, pattern=re.compile(value))
+        except re.error as error:
+            raise ConfigError(f"reward {name!r} is not a regular expression: {error}.") from None
+    if kind == "match":
+        return partial(match, column=value or "answer")
+    if kind == "model":
+        return Classifier(value)
+    if not colon or not kind or not value:
+        raise unknown(
+            "reward", name, ("vader", "length:N", "regex:PATTERN", "match:COLUMN", "model:NAME", "module:function")
+        )
+    return _import(name, kind, value)
+
+
+def _import(name: str, module_name: str, function_name: str) -> RewardFunction:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found = getattr(importlib.import_module(module_name), function_name, None)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"reward {name!r}: no module {error.name!r} here or installed.") from None
+    if not callable(found):
+        raise ConfigError(f"reward {name!r}: {module_name} has no function {function_name!r}.")
+    return found  # type: ignore[no-any-return]
+
+
+class Scorer:
+    """Runs the configured rewards on a step's completions."""
+
+    def __init__(self, config: RewardConfig, functions: Sequence[RewardFunction] | None = None) -> None:
+        self.config = config
+        given = list(functions) if functions is not None else [resolve(f) for f in config.functions]
+        names = list(config.functions) if functions is None else [_label(f) for f in given]
+        self.functions = dict(zip(_distinct(names), given, strict=True))
+        self.weights = config.weights or (1.0,) * len(given)
+        self.failed = 0
+
+    def __call__(self, prompts: list[str], completions: list[str], columns: dict[str, list[Any]]) -> Scored:
+        """Every function over every completion; :class:`RewardError` or a mask where one fails."""
+        parts, valid = {}, torch.ones(len(completions), dtype=torch.bool)
+        for name, function in self.functions.items():
+            values = self._values(name, function, prompts, completions, columns)
+            good = torch.tensor([math.isfinite(v) for v in values], dtype=torch.bool)
+            valid &= good
+            parts[name] = torch.where(good, torch.tensor(values, dtype=torch.float64), 0.0).float()
+        total = torch.zeros(len(completions))
+        for weight, part in zip(self.weights, parts.values(), strict=True):
+            total = total + weight * part
+        self.failed += int((~valid).sum())
+        return Scored(torch.where(valid, total, 0.0), valid, parts)
+
+    def _values(
+        self, name: str, function: RewardFunction, prompts: list[str], completions: list[str], columns: dict[str, Any]
+    ) -> list[float]:
+        try:
+            values = [float(v) for v in self._timed(name, function, prompts, completions, columns)]
+        except (ConfigError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            return self._failed(name, len(completions), f"raised {type(error).__name__}: {error}", error)
+        if len(values) != len(completions):
+            what = f"returned {len(values)} rewards for {len(completions)} completions"
+            return self._failed(name, len(completions), what, None)
+        bad = next((i for i, v in enumerate(values) if not math.isfinite(v)), None)
+        if bad is not None and self.config.on_error == "stop":
+            raise RewardError(
+                f"reward {name!r} is {values[bad]} for sample {bad}: prompt {prompts[bad]!r}, completion "
+                f"{completions[bad]!r}. Return a finite number, or set reward.on_error=mask to leave such samples out."
+            )
+        return values
+
+    def _failed(self, name: str, count: int, what: str, cause: Exception | None) -> list[float]:
+        if self.config.on_error == "mask":
+            return [math.nan] * count
+        raise RewardError(f"reward {name!r} {what}. Fix it, or set reward.on_error=mask to go on without.") from cause
+
+    def _timed(self, name: str, function: RewardFunction, *args: Any) -> Sequence[float]:
+        prompts, completions, columns = args
+        call = partial(function, prompts, completions, **_accepted(function, columns))
+        if self.config.timeout is None:
+            return call()
+        pool = concurrent.futures.ThreadPoolExecutor(1)
+        try:
+            return pool.submit(call).result(self.config.timeout)
+        except concurrent.futures.TimeoutError:
+            raise RewardError(f"took more than reward.timeout={self.config.timeout:g} s") from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _accepted(function: RewardFunction, columns: dict[str, Any]) -> dict[str, Any]:
+    """The columns the function takes: all with ``**``, otherwise those it names."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return columns
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return columns
+    return {k: v for k, v in columns.items() if k in parameters}
+
+
+def _label(function: Any) -> str:
+    return str(getattr(function, "__name__", None) or getattr(getattr(function, "func", None), "__name__", "reward"))
+
+
+def _distinct(names: list[str]) -> list[str]:
+    return [f"{n}#{names[:i].count(n) + 1}" if names.count(n) > 1 else n for i, n in enumerate(names)]
+
+
+@functools.cache
+def _analyser() -> Any:
+    try:
+        from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+    except ModuleNotFoundError:
+        raise ConfigError("reward 'vader' needs the package vaderSentiment. pip install 'klamp[train]'.") from None
+    return SentimentIntensityAnalyzer()

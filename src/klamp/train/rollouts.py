@@ -1,0 +1,143 @@
+"""Sampling: batched, with the log-probs of the tokens returned beside them, from weights of its own.
+
+The sampler is a plain copy of the model whose untouched parameters are shared and whose LoRA layers hold merged
+weights in buffers of their own, so that sampling costs no adapter and the base stays untouched to the bit. The cache
+is static; on a GPU the decoding step is captured once as a CUDA graph and replayed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from klamp.errors import ConfigError
+from klamp.train.batch import Rollout
+from klamp.train.config import RolloutConfig
+from klamp.train.decode import Decoder
+from klamp.train.policy import ADAPTER, Policy
+
+BUCKET = 32
+"""On a GPU prompts are padded to a multiple of this, so that few CUDA graphs serve all of them."""
+
+
+class Sampler:
+    """Draws completions from the current policy. Make it before training starts; ``refresh`` after every update."""
+
+    def __init__(self, policy: Policy, tokenizer: Any, config: RolloutConfig, context: int | None) -> None:
+        self.policy, self.tokenizer, self.config, self.context = policy, tokenizer, config, context
+        self.model, self.merged = _twin(policy)
+        self.end = end_ids(tokenizer, self.model)
+        self.decoder = Decoder(self.model, config.temperature, config.top_p, self.end, int(tokenizer.pad_token_id))
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """``W + alpha/r · B A`` into the sampler's own buffers; a fully trained model shares its weights already."""
+        for buffer, layer in self.merged:
+            delta = layer.get_delta_weight(ADAPTER)
+            base = layer.get_base_layer().weight
+            torch.add(base, delta.to(base.dtype), out=buffer) if base.dtype == delta.dtype else buffer.copy_(
+                base.float() + delta.float()
+            )
+
+    @torch.no_grad()
+    def sample(self, prompts: Sequence[Sequence[int]], texts: Sequence[str], generator: torch.Generator) -> Rollout:
+        """``group_size`` completions of every prompt, in order, with their log-probs at the sampling temperature."""
+        config = self.config
+        repeated = [list(p) for p in prompts for _ in range(config.group_size)]
+        device = next(self.model.parameters()).device
+        self._fits(max(map(len, repeated), default=0))
+        ids, attention = _pad_left(repeated, int(self.tokenizer.pad_token_id), device)
+        size = config.chunk or len(ids)
+        pieces = [
+            self.decoder.run(i, a, config.max_tokens, generator)
+            for i, a in zip(torch.split(ids, size), torch.split(attention, size), strict=True)
+        ]
+        width = max(p.tokens.shape[1] for p in pieces)
+        tokens, logp, mask = (
+            torch.cat([_widen(getattr(p, k), width) for p in pieces]) for k in ("tokens", "logp", "mask")
+        )
+        tokens = torch.where(mask, tokens, int(self.tokenizer.pad_token_id))
+        ended = torch.cat([p.ended for p in pieces])
+        return Rollout(
+            ids=torch.cat([ids, tokens], 1),
+            attention=torch.cat([attention, mask], 1),
+            mask=mask,
+            sampler_logp=logp,
+            first=ids.shape[1],
+            group_size=config.group_size,
+            prompts=[t for t in texts for _ in range(config.group_size)],
+            completions=self.decode(tokens, mask),
+            ended=ended,
+        )
+
+    def decode(self, tokens: Tensor, mask: Tensor) -> list[str]:
+        """The completions as text, for rewards and people; training never reads it back."""
+        rows = [row[keep].tolist() for row, keep in zip(tokens.cpu(), mask.cpu(), strict=True)]
+        return list(self.tokenizer.batch_decode(rows, skip_special_tokens=True))
+
+    def _fits(self, prompt: int) -> None:
+        if self.context is not None and prompt + self.config.max_tokens > self.context:
+            raise ConfigError(
+                f"a prompt of {prompt} tokens and rollout.max_tokens={self.config.max_tokens} exceed the model's "
+                f"context of {self.context}. Shorten the prompt or lower max_tokens."
+            )
+
+
+def end_ids(tokenizer: Any, model: Any) -> tuple[int, ...]:
+    """Every token that ends a sequence: the tokenizer's and the generation config's."""
+    found = [tokenizer.eos_token_id]
+    other = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    found += list(other) if isinstance(other, list | tuple) else [other]
+    return tuple(dict.fromkeys(int(i) for i in found if i is not None))
+
+
+def context_of(model: Any) -> int | None:
+    """The longest sequence the model was made for, where it says so."""
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    length = getattr(config, "max_position_embeddings", None)
+    return int(length) if length else None
+
+
+def _twin(policy: Policy) -> tuple[Any, list[tuple[Tensor, Any]]]:
+    """A plain model that shares every parameter with the policy but the LoRA layers', and those with their layers."""
+    if not policy.lora:
+        return policy.model, []
+    peft_model: Any = policy.model
+    base = peft_model.get_base_model()
+    from peft.tuners.lora import LoraLayer
+
+    layers = {name: m for name, m in base.named_modules() if isinstance(m, LoraLayer)}
+    # deepcopy with every tensor already in the memo copies the modules and shares the tensors.
+    memo: dict[int, Any] = {id(t): t for t in (*base.parameters(), *base.buffers())}
+    twin = copy.deepcopy(base, memo)
+    merged = []
+    for name, layer in layers.items():
+        inner = layer.get_base_layer()
+        if type(inner) is not nn.Linear:
+            raise ConfigError(
+                f"LoRA on {name}, a {type(inner).__name__}, cannot be sampled from. Use linear lora.targets."
+            )
+        plain = nn.Linear(inner.in_features, inner.out_features, bias=inner.bias is not None, device="meta")
+        plain.weight = nn.Parameter(inner.weight.detach().clone(), requires_grad=False)
+        plain.bias = inner.bias
+        parent, _, leaf = name.rpartition(".")
+        setattr(twin.get_submodule(parent), leaf, plain)
+        merged.append((plain.weight.data, layer))
+    return twin.eval(), merged
+
+
+def _pad_left(rows: list[list[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    width = max((len(r) for r in rows), default=1)
+    if device.type == "cuda":  # few widths, few graphs
+        width = -(-width // BUCKET) * BUCKET
+    ids = torch.tensor([[pad] * (width - len(r)) + r for r in rows], device=device)
+    attention = torch.tensor([[False] * (width - len(r)) + [True] * len(r) for r in rows], device=device)
+    return ids, attention
+
+
+def _widen(x: Tensor, width: int) -> Tensor:
+    return nn.functional.pad(x, (0, width - x.shape[1]))

@@ -1,0 +1,154 @@
+"""A run is a folder: config.yaml, metrics.jsonl, samples.jsonl, checkpoints/. This file owns all but the last.
+
+Every write that matters is atomic (write aside, fsync, rename) or a whole line with its newline. One process writes at
+a time: a lock that dies with its process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from klamp.errors import ConfigError
+from klamp.train.config import TrainConfig
+from klamp.train.settings import from_yaml, to_dict, to_yaml
+
+# Fields that may differ between a run and its resumption without making it another run.
+MAY_CHANGE = (
+    "resume",
+    "skip_damaged",
+    "steps",
+    "run",
+    "track",
+    "preflight",
+    "save_every",
+    "keep",
+    "sample_every",
+    "device",
+)
+
+
+class RunFolder:
+    """The files of a run."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.metrics, self.samples = self.path / "metrics.jsonl", self.path / "samples.jsonl"
+        self.alarms = self.path / "alarms.jsonl"
+
+    def claim(self, config: TrainConfig) -> None:
+        """Refuse a folder that belongs to another configuration, or that holds a run which is not being resumed."""
+        saved = self.path / "config.yaml"
+        if saved.is_file():
+            self._same(from_yaml(TrainConfig, saved), config)
+            if not config.resume and self.metrics.is_file():
+                raise ConfigError(
+                    f"run {str(self.path)!r} exists. Add --resume to go on with it, or choose another --run."
+                )
+        elif self.path.is_dir() and any(p.name != ".lock" for p in self.path.iterdir()):
+            raise ConfigError(f"run {str(self.path)!r} is not empty and is no run of klamp. Choose another --run.")
+
+    def write_config(self, config: TrainConfig) -> None:
+        """The resolved configuration."""
+        atomic_text(self.path / "config.yaml", to_yaml(config))
+
+    def _same(self, old: TrainConfig, new: TrainConfig) -> None:
+        before, after = to_dict(old), to_dict(new)
+        different = [k for k in _differences(before, after) if k.split(".")[0] not in MAY_CHANGE]
+        if different:
+            raise ConfigError(
+                f"run {str(self.path)!r} belongs to another configuration; {', '.join(different[:5])} differ. "
+                "Choose another --run, or the configuration it was made with."
+            )
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Refuse a second process on this folder. The lock is the kernel's: it goes when its process does."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / ".lock").open("a+") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise ConfigError(
+                    f"run {str(self.path)!r} is in use by another process. Choose another --run."
+                ) from None
+            yield
+
+    def append(self, file: Path, row: dict[str, Any]) -> None:
+        """One line, whole and on disk before this returns."""
+        line = json.dumps({k: _plain(v) for k, v in row.items()}, ensure_ascii=False) + "\n"
+        with file.open("ab") as handle:
+            handle.write(line.encode())
+            handle.flush()
+            os.fsync(handle.fileno())
+
+    def rewind(self, step: int) -> None:
+        """Drop lines after ``step`` and a torn last one: they will be written again."""
+        for file in (self.metrics, self.samples, self.alarms):
+            if file.is_file():
+                _keep_until(file, step)
+
+
+def read_jsonl(file: Path) -> Iterator[dict[str, Any]]:
+    """Whole lines of a JSONL file; a torn last one is passed over."""
+    if not file.is_file():
+        return
+    with file.open("rb") as handle:
+        for raw in handle:
+            if raw.endswith(b"\n"):
+                yield json.loads(raw)
+
+
+def _keep_until(file: Path, step: int) -> None:
+    """Cut the file behind the last line whose step is at most ``step``; steps only grow."""
+    keep = 0
+    with file.open("rb") as handle:
+        for raw in handle:
+            if not raw.endswith(b"\n") or int(json.loads(raw)["step"]) > step:
+                break
+            keep += len(raw)
+    if keep < file.stat().st_size:
+        with file.open("rb+") as handle:
+            handle.truncate(keep)
+            os.fsync(handle.fileno())
+
+
+def atomic_text(path: Path, text: str) -> None:
+    """Write aside, fsync, rename."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    with aside.open("w", encoding="utf-8") as handle:
+        handle.write(text)
+        handle.flush()
+        os.fsync(handle.fileno())
+    os.replace(aside, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename in ``folder`` last."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _plain(x: Any) -> Any:
+    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def _differences(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> list[str]:
+    found = []
+    for key in a.keys() | b.keys():
+        x, y = a.get(key), b.get(key)
+        if isinstance(x, dict) and isinstance(y, dict):
+            found += _differences(x, y, f"{prefix}{key}.")
+        elif x != y:
+            found.append(f"{prefix}{key}")
+    return sorted(found)

@@ -1,0 +1,102 @@
+"""Price and clamp of a run: the controller's state, the clamp's gap, the monitor; all of it goes into checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from klamp.clamp import Clamped, Gap, GapState
+from klamp.clamp import clamp as clamp_kl
+from klamp.controllers import Hold, HoldState, State
+from klamp.monitor import Alarm, Monitor
+from klamp.train.config import KLConfig
+
+
+class Steering:
+    """Knows the price; learns it from each step's KL and the clamp's effort."""
+
+    def __init__(self, config: KLConfig) -> None:
+        self.config = config
+        self.controller = config.make_controller()
+        self.state: State | None = None
+        self.gap = Gap()
+        self.gap_state: GapState = self.gap.init()
+        self.own: float | None = None
+        """KL on its own tokens at the end of the step before."""
+        self.monitor = Monitor(config.target, config.per, bounds=getattr(self.controller, "bounds", None))
+
+    def start(self, spread: float, length: float) -> None:
+        """Set the first price from the first batch, unless one is set: Hold's feed-forward, or the configured beta."""
+        if self.state is not None:
+            return
+        told = isinstance(self.controller, Hold) and self.config.beta is None and spread > 0 and length > 0
+        if told:
+            assert isinstance(self.controller, Hold)
+            self.state = self.controller.init(spread=spread, length=length)
+        else:
+            self.state = self.controller.init()
+
+    @property
+    def beta(self) -> float:
+        """The current price."""
+        assert self.state is not None, "start() comes first"
+        return self.state.beta
+
+    def fresh(self, kl: float) -> None:
+        """Take in a batch's KL before its update: what became of the own-token KL of the step before."""
+        if self.own is not None:
+            self.gap_state = self.gap.update(self.gap_state, kl, self.own)
+            self.own = None
+
+    def clamp(self, measure: Callable[[], float], scale: Callable[[float], None]) -> Clamped | None:
+        """Hold KL under the limit after an update; None without a limit."""
+        limit = self.config.clamp_limit
+        if limit is None:
+            return None
+        result = clamp_kl(measure, scale, self.gap.limit(self.gap_state, limit))
+        self.own = result.kl_after
+        return result
+
+    def observe(
+        self,
+        step: int,
+        kl: float,
+        sequences: int,
+        clamped: Clamped | None,
+        *,
+        estimates: Mapping[str, float],
+        sampler_kl: float | None,
+    ) -> list[Alarm]:
+        """The next price, and the alarms of the step. ``kl`` is the step's fresh KL in the unit of the target."""
+        assert self.state is not None, "start() comes first"
+        priced = self.state.beta
+        if isinstance(self.controller, Hold) and isinstance(self.state, HoldState):
+            effort = clamped.effort if clamped is not None else 0.0
+            self.state = self.controller.update(self.state, kl, sequences, effort=effort)
+        else:
+            self.state = self.controller.update(self.state, kl, sequences)
+        return self.monitor.record(
+            step,
+            kl=kl,
+            beta=priced,
+            estimates=estimates,
+            sampler_kl=sampler_kl,
+            effort=None if clamped is None else clamped.effort,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "controller": None if self.state is None else self.state.to_dict(),
+            "gap": asdict(self.gap_state),
+            "own": self.own,
+            "monitor": self.monitor.state_dict(),
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state_dict`."""
+        self.state = None if saved["controller"] is None else State.from_dict(saved["controller"])
+        self.gap_state = GapState(**saved["gap"])
+        self.own = saved["own"]
+        self.monitor.load_state_dict(saved["monitor"])
