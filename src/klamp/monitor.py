@@ -150,7 +150,7 @@ class Monitor:
         if self.target is not None and enough:
             mean = fmean(r["kl"] for r in self.window)
             yield self._drifting(step, mean, self.target)
-            yield self._not_learning(step, mean, self.target)
+            yield self._not_learning(step, mean, fmean(r["kl"] for r in [*past, row][-few:]), self.target)
         if past and len(past) >= few - 1:
             yield self._spike(step, row["kl"], median(r["kl"] for r in past))
         yield self._bound(step, row.get("beta"))
@@ -175,9 +175,10 @@ class Monitor:
         figures = {"kl": mean, "target": target}
         return self._alarm("drifting", step, mean > line, mean < CLEAR * line, message, figures)
 
-    def _not_learning(self, step: int, mean: float, target: float) -> Alarm | None:
+    def _not_learning(self, step: int, mean: float, latest: float, target: float) -> Alarm | None:
         line = self.limits.not_learning * target
-        low = mean < line and self.steps > self.limits.warmup
+        # The window still holds the ramp from 0 when the warm-up ends; a KL that has arrived since is learning.
+        low = max(mean, latest) < line and self.steps > self.limits.warmup
         message = (
             f"KL is {mean:.4g} nats per {self.per}, under {self.limits.not_learning:g} of its target {target:g} after "
             f"{self.steps} steps: the policy hardly moves. Lower beta, raise the learning rate, or check the rewards."

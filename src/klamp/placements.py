@@ -253,6 +253,7 @@ REFUSED_IN_LOSS = {
         "the same, without the weight π/μ",
         "weighted_k3(tail=5.0) or exact in_loss",
     ),
+    "detached_weight_k3": ("KL(ref‖π), the other direction", "KL(ref‖π) on prefixes of μ", "weighted_k3 in_loss"),
     "weighted_k2": ("the divergence E[d²/2], not a KL", "the same", "weighted_k3 or detached_weight_k2 in_loss"),
     "exact_forward": ("KL(ref‖π), the other direction", "KL(ref‖π) on prefixes of μ", "exact in_loss"),
     "k3_clamped+": ("KL(π‖ref) token by token, with the value of a clamp", "the same without π/μ", "k3+ in_loss"),

@@ -91,8 +91,9 @@ def observed(kl: object) -> float:
     try:
         return float(kl)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError):
+        given = " ".join(repr(kl).split())
         raise ConfigError(
-            f"kl must be one number, got {kl!r}. Reduce it first: klamp.mean(kl, mask, per=...)."
+            f"kl must be one number, got {given:.60}. Reduce it first: klamp.mean(kl, mask, per=...)."
         ) from None
 
 
