@@ -1,0 +1,112 @@
+"""The command line as people call it: a subprocess, its output and its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import klamp
+from klamp.cli import main
+
+
+def run(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+    return subprocess.run(
+        [sys.executable, "-m", "klamp", *args], capture_output=True, text=True, encoding="utf-8", cwd=cwd, env=env
+    )
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> Path:
+    (tmp_path / "my_module.py").write_text(
+        "import torch\n"
+        "def f(logp, ref_logp, old_logp, mask):\n"
+        "    return torch.where(mask, 0.5 * (logp - ref_logp) ** 2, 0.0).mean()\n"
+        "def broken(logp):\n    return logp.sum()\n"
+        "def many(logp, ref_logp, old_logp, mask):\n    return logp\n"
+    )
+    (tmp_path / "bad_module.py").write_text("def f(:\n")
+    return tmp_path
+
+
+def test_version() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout) == (0, f"klamp {klamp.__version__}\n")
+
+
+def test_audit_json_is_the_whole_matrix(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", "--json", "--worlds", "2"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [r["name"] for r in rows] == list(klamp.audit.matrix.ROWS)
+    first = rows[0]
+    assert first["descends_on"] == first["descends_off"] == "KL(π‖ref) of the sequence"
+    assert first["drifts"] == [0.03, 0.47]
+    assert max(first["bias_on"]) < 1e-8
+
+
+def test_audit_prints_a_table_with_every_row(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", "--worlds", "1"]) == 0
+    out = capsys.readouterr().out
+    for name in klamp.audit.matrix.ROWS:
+        assert name in out
+    assert "bias at 0.47" in out
+
+
+def test_audit_of_a_function_in_the_working_folder(module: Path) -> None:
+    done = run("audit", "my_module:f", "--worlds", "2", cwd=module)
+    assert done.returncode == 0, done.stderr
+    assert "on-policy it descends KL(π‖ref) token by token" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["my_module"], "module:function"),
+        (["my_module:g"], "'f'"),
+        (["no_such_module_x:f"], "no_such_module_x"),
+        (["my_module:broken"], "raised TypeError"),
+        (["my_module:many"], "one number"),
+        (["bad_module:f"], "SyntaxError"),
+        (["my_module.py:f"], "my_module"),
+        (["my_module:f", "--worlds", "0"], "--worlds"),
+    ],
+)
+def test_a_bad_call_is_one_line_and_exit_code_2(
+    args: list[str], says: str, module: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(module)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("my_module", "bad_module"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert main(["audit", *args]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("klamp: ")
+    assert says in captured.err
+
+
+def test_exit_code_2_reaches_the_shell() -> None:
+    done = run("audit", "nothing")
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["audot"])
+    assert end.value.code == 2
+    assert "audot" in capsys.readouterr().err
+
+
+def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([])
+    assert end.value.code == 0
+    assert "audit" in capsys.readouterr().out
