@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json as jsonlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from klamp import __version__
-from klamp.errors import ConfigError, KlampError
+from klamp.errors import ConfigError, KlampError, unknown
 
 if TYPE_CHECKING:
     from klamp.audit import Finding
@@ -42,23 +43,103 @@ def audit(function: str | None = None, /, *, json: bool = False, worlds: int = 2
         _show(findings, whole=function is None)
 
 
-COMMANDS: dict[str, Callable[..., Any]] = {"audit": audit}
+def train(args: list[str]) -> None:
+    """Train a language model with GRPO or PPO and hold its KL where you ask.
+
+    --config FILE reads a YAML configuration; flags go on top of it. The resolved configuration is written into the
+    run folder. Under torchrun or accelerate launch it runs on many processes.
+    """
+    import tyro
+
+    from klamp.train.config import TrainConfig
+    from klamp.train.settings import from_yaml
+
+    file, rest = _config_file(args)
+    default = TrainConfig() if file is None else from_yaml(TrainConfig, file)
+    config = tyro.cli(
+        TrainConfig, default=default, args=rest, prog="klamp train", description=inspect.cleandoc(train.__doc__ or "")
+    )
+    from klamp.train.loop import train as run
+
+    run(config)
+
+
+def _config_file(args: list[str]) -> tuple[str | None, list[str]]:
+    """Take ``--config FILE`` out of the arguments."""
+    rest, file = [], None
+    items = iter(args)
+    for item in items:
+        if item == "--config":
+            file = next(items, None)
+            if file is None:
+                raise ConfigError("--config needs the path of a YAML file.")
+        elif item.startswith("--config="):
+            file = item.partition("=")[2]
+        else:
+            rest.append(item)
+    return file, rest
+
+
+def _typed(function: Callable[..., Any]) -> Callable[[list[str]], None]:
+    """A command whose flags come from the signature of ``function``."""
+
+    def run(args: list[str]) -> None:
+        import tyro
+
+        tyro.cli(
+            function, args=args, prog=f"klamp {function.__name__}", description=inspect.cleandoc(function.__doc__ or "")
+        )
+
+    run.__doc__ = function.__doc__
+    return run
+
+
+COMMANDS: dict[str, Callable[[list[str]], None]] = {"train": train, "audit": _typed(audit)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; an error of klamp's own is one line on stderr and exit code 2."""
-    import tyro
-
     args = list(sys.argv[1:] if argv is None else argv)
     if args and args[0] in ("--version", "-V"):
         print(f"klamp {__version__}")
         return 0
+    if not args or args[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
     try:
-        tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="klamp", description=DESCRIPTION, args=args or ["--help"])
+        if args[0] not in COMMANDS:
+            raise unknown("command", args[0], COMMANDS)
+        COMMANDS[args[0]](args[1:])
     except KlampError as error:
         print(f"klamp: {error}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in EXTRAS:
+            raise
+        extra = EXTRAS[error.name.partition(".")[0]]
+        print(f"klamp: this needs {error.name}. pip install 'klamp[{extra}]'.", file=sys.stderr)
+        return 2
     return 0
+
+
+EXTRAS = {
+    "accelerate": "train",
+    "peft": "train",
+    "safetensors": "train",
+    "transformers": "train",
+    "yaml": "train",
+    "matplotlib": "report",
+    "plotly": "report",
+    "ray": "ray",
+}
+"""Packages that come with an extra of klamp."""
+
+
+def _usage() -> str:
+    lines = [f"usage: klamp [-h] [--version] {{{','.join(COMMANDS)}}} ...", "", DESCRIPTION, ""]
+    for name, command in COMMANDS.items():
+        lines.append(f"  klamp {name:<10} {(command.__doc__ or '').strip().splitlines()[0]}")
+    return "\n".join([*lines, "", "klamp COMMAND --help shows the flags of a command."])
 
 
 def _with_progress(work: Callable[[Callable[[str], None]], list[Finding]], *, quiet: bool) -> list[Finding]:

@@ -43,8 +43,8 @@ class Reference(Protocol):
         """Weights the clamp may scale the policy's displacement from; None: it backtracks the step instead."""
         ...
 
-    def after_step(self, step: int) -> None:
-        """Move on after ``step``, where this reference moves, and give back what a step borrowed."""
+    def after_step(self, step: int) -> bool:
+        """Move on after ``step``, where this reference moves, and give back what a step borrowed; whether it moved."""
         ...
 
     def identity(self) -> dict[str, Any]:
@@ -74,8 +74,8 @@ class AdapterOff:
     def origin(self) -> Mapping[str, Tensor] | None:
         return None
 
-    def after_step(self, step: int) -> None:
-        pass
+    def after_step(self, step: int) -> bool:
+        return False
 
     def identity(self) -> dict[str, Any]:
         frozen = {n: p for n, p in self.policy.model.named_parameters() if "lora_" not in n}
@@ -117,14 +117,15 @@ class SecondAdapter:
         return None
 
     @torch.no_grad()
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int) -> bool:
         if isinstance(self.spec, Ema):
             for ours, theirs in self._pairs():
                 ours.lerp_(theirs, 1 - self.spec.decay)
-        elif isinstance(self.spec, Periodic) and step % self.spec.every == 0:
+            return True
+        if isinstance(self.spec, Periodic) and step % self.spec.every == 0:
             self._copy_policy()
-        elif isinstance(self.spec, StepLag):
-            self._follow_checkpoints(step)
+            return True
+        return isinstance(self.spec, StepLag) and self._follow_checkpoints(step)
 
     def identity(self) -> dict[str, Any]:
         own = {n: p for n, p in self.policy.model.named_parameters() if f".{REFERENCE}." in n}
@@ -144,11 +145,14 @@ class SecondAdapter:
             for name, value in tensors.items():
                 own[name].copy_(value)
 
-    def _follow_checkpoints(self, step: int) -> None:
+    def _follow_checkpoints(self, step: int) -> bool:
+        """Load the step that is now the newest at least ``lag`` back; whether it is another than before."""
         assert isinstance(self.spec, StepLag)
         found = newest_before(self.run, step - self.spec.lag)
-        if found != self.loaded:
-            self._load_folder(found)
+        if found == self.loaded:
+            return False
+        self._load_folder(found)
+        return True
 
     def _load_folder(self, folder: Path | None) -> None:
         """The adapter in ``folder`` (None: the base) in place of the one before it, which is unloaded."""
@@ -180,7 +184,6 @@ class SecondModel:
         self.policy, self.spec, self.run, self.on_cpu = policy, spec, run, on_cpu
         self.device = next(policy.model.parameters()).device
         self.loaded: Path | None = None
-        self.start = model
         for p in model.parameters():
             p.requires_grad_(False)
         self.side = Policy(model.eval(), value_head=False, temperature=policy.temperature, lora=False)
@@ -200,17 +203,18 @@ class SecondModel:
         return dict(self.side.model.named_parameters()) if fixed else None
 
     @torch.no_grad()
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int) -> bool:
         if self.on_cpu:
             self.side.to("cpu")
         if isinstance(self.spec, Ema):
             for ours, theirs in self._pairs():
                 ours.lerp_(theirs.to(ours.device, ours.dtype), 1 - self.spec.decay)
-        elif isinstance(self.spec, Periodic) and step % self.spec.every == 0:
+            return True
+        if isinstance(self.spec, Periodic) and step % self.spec.every == 0:
             for ours, theirs in self._pairs():
                 ours.copy_(theirs)
-        elif isinstance(self.spec, StepLag):
-            self._follow_checkpoints(step)
+            return True
+        return isinstance(self.spec, StepLag) and self._follow_checkpoints(step)
 
     def identity(self) -> dict[str, Any]:
         return {"reference": str(self.spec), "weights": digest(dict(self.side.model.named_parameters()))}
@@ -228,11 +232,14 @@ class SecondModel:
         for name, value in tensors.items():
             own[name].copy_(value)
 
-    def _follow_checkpoints(self, step: int) -> None:
+    def _follow_checkpoints(self, step: int) -> bool:
+        """Load the step that is now the newest at least ``lag`` back; whether it is another than before."""
         assert isinstance(self.spec, StepLag)
         found = newest_before(self.run, step - self.spec.lag)
-        if found is not None and found != self.loaded:
-            self._load_step(found)
+        if found is None or found == self.loaded:
+            return False
+        self._load_step(found)
+        return True
 
     def _load_step(self, folder: Path) -> None:
         from klamp.models import load_model
@@ -261,6 +268,32 @@ def anchor(policy: Policy, forward: Any, spec: ReferenceSpec, run: Path, *, on_c
     return SecondAdapter(policy, forward, spec, run)
 
 
+def check_reference(spec: ReferenceSpec, run: Path, model: str, *, full: bool) -> None:
+    """Refuse a reference that is not there or speaks other tokens, before any weights are loaded."""
+    if isinstance(spec, AdapterPath):
+        if full:
+            raise ConfigError(f"kl.reference {spec} is an adapter, and full=true trains without one. Use model:FOLDER.")
+        check_folder(Path(spec.path))
+    elif isinstance(spec, CheckpointStep) and spec.step > 0:
+        step_folder(run, spec.step)
+    elif isinstance(spec, FrozenModel):
+        _check_tokens(model, spec.model)
+
+
+def _check_tokens(model: str, reference: str) -> None:
+    """A KL compares the same tokens: the two vocabularies must be one."""
+    from klamp.models import load_tokenizer
+
+    ours, theirs = load_tokenizer(model).get_vocab(), load_tokenizer(reference).get_vocab()
+    different = [t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t)]
+    if different:
+        first = min(different)
+        raise ConfigError(
+            f"kl.reference model:{reference} has another tokenizer than {model!r}: {len(different)} tokens differ, "
+            f"{first!r} is {theirs.get(first)} there and {ours.get(first)} here. Choose a reference of the same family."
+        )
+
+
 def _other_model(policy: Policy, name: str) -> nn.Module:
     from klamp.models import load_model
 
@@ -280,14 +313,23 @@ def _vocabulary(model: nn.Module) -> int:
     return int(head.weight.shape[0]) if head is not None else int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
 
 
-def check_adapter(folder: Path, model: Any) -> None:
-    """Refuse an adapter folder that is missing, is not safetensors, or was made for another base."""
-    from peft import PeftConfig
-
+def check_folder(folder: Path) -> None:
+    """Refuse an adapter folder that is missing, naming those beside it, or that holds no safetensors."""
+    if not folder.is_dir():
+        beside = sorted(p.parent.name for p in folder.parent.glob("*/adapter_config.json"))
+        there = f" Adapters in {str(folder.parent)!r}: {', '.join(beside)}." if beside else ""
+        raise ConfigError(f"kl.reference: there is no folder {str(folder)!r}.{there}")
     if not (folder / "adapter_config.json").is_file():
         raise ConfigError(f"kl.reference: no adapter in {str(folder)!r} (adapter_config.json is missing).")
     if not (folder / "adapter_model.safetensors").is_file():
         raise ConfigError(f"kl.reference: {str(folder)!r} has no adapter_model.safetensors; pickled ones are refused.")
+
+
+def check_adapter(folder: Path, model: Any) -> None:
+    """:func:`check_folder`, and refuse an adapter that was made for another base."""
+    from peft import PeftConfig
+
+    check_folder(folder)
     base = PeftConfig.from_pretrained(str(folder)).base_model_name_or_path
     own = model.peft_config[ADAPTER].base_model_name_or_path
     if base and own and Path(base).name != Path(own).name:

@@ -54,16 +54,17 @@ def save(run: Path, step: int, learner: Learner, tokenizer: Any, config: TrainCo
     accelerator = learner.accelerator
     final = folder_of(run, step)
     randoms = _gather_randoms(accelerator)
-    if accelerator.is_main_process and not final.is_dir():
+    if accelerator.is_main_process and not (final.is_dir() and damage(final) is None):
         final.parent.mkdir(parents=True, exist_ok=True)
         _sweep(final.parent)
+        shutil.rmtree(final, ignore_errors=True)  # one that was passed over as damaged
         aside = final.parent / f".{final.name}.{os.getpid()}"
         aside.mkdir()
         _write(aside, step, learner, tokenizer, randoms)
         _seal(aside)
         os.rename(aside, final)
         sync_folder(final.parent)
-        _retain(run, config)
+        _retain(run, step, config)
     accelerator.wait_for_everyone()
     return final
 
@@ -111,7 +112,10 @@ def load(saved: Saved, learner: Learner) -> int:
     extra = folder / "reference.safetensors"
     learner.reference.load(load_file(extra) if extra.is_file() else {}, saved.step)
     now = learner.reference.identity()
-    if now != state["reference"]:
+    same = now["reference"] == state["reference"]["reference"]
+    if not same:
+        learner.steering.own = None  # the KL at the end of the step before is to another reference
+    elif now != state["reference"]:
         raise ReferencePolicyError(
             f"the reference changed since {str(folder)!r} was saved: {state['reference']} then, {now} now. A KL must "
             "be measured against the same reference; restore it, or start a new run."
@@ -161,7 +165,8 @@ def needed_bytes(learner: Learner) -> int:
 
 def check_disk(run: Path, learner: Learner) -> None:
     """Refuse to start what could not be saved."""
-    needed, free = needed_bytes(learner), shutil.disk_usage(run).free
+    there = next(p for p in (run.absolute(), *run.absolute().parents) if p.is_dir())
+    needed, free = needed_bytes(learner), shutil.disk_usage(there).free
     if free < 2 * needed:
         raise ConfigError(
             f"run {str(run)!r}: {free / 2**20:.0f} MiB free, and two checkpoints need {2 * needed / 2**20:.0f} MiB. "
@@ -194,11 +199,11 @@ def _sweep(folder: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _retain(run: Path, config: TrainConfig) -> None:
-    """Delete checkpoints beyond ``keep``, but never one that the reference needs."""
+def _retain(run: Path, last: int, config: TrainConfig) -> None:
+    """Delete checkpoints beyond ``keep``, but never one that the reference needs, nor one after ``last``."""
     if config.keep == 0:
         return
-    steps = saved_steps(run)
+    steps = [s for s in saved_steps(run) if s <= last]
     protected = set(steps[-config.keep :])
     spec = parse(config.kl.reference)
     if isinstance(spec, CheckpointStep):

@@ -14,6 +14,8 @@ from klamp.masked import Unit, check_unit
 from klamp.placements import check
 from klamp.references import parse
 
+NOT_PRICED = ("exact_forward", "top_k_exact", "fitted")
+"""Estimators that are no function of a token's own two log-probs, other than the exact KL."""
 ControllerName = Literal["hold", "ziegler", "exponential", "doubling", "fixed"]
 
 
@@ -56,7 +58,14 @@ class KLConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reference", str(parse(self.reference)))
-        check(self.estimator, self.placement, allow_biased=self.allow_biased)
+        pair = check(self.estimator, self.placement, allow_biased=self.allow_biased)
+        # Other systems' names (full, mse, loss) are accepted and written down as klamp's own.
+        object.__setattr__(self, "estimator", pair.estimator)
+        object.__setattr__(self, "placement", pair.placement)
+        if pair.estimator.removesuffix("+") in NOT_PRICED:
+            raise ConfigError(
+                f"kl.estimator {pair.estimator!r} is for measuring; the trainer cannot price it. Use exact, k1, k2 or k3."
+            )
         if self.target is not None or self.controller != "fixed":
             check_unit("kl.per", self.per)
         if self.target is None and self.controller != "fixed":
@@ -269,7 +278,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require_number("steps", self.steps, at_least=1, way_out="It counts optimiser steps.")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ConfigError(f"seed must fit in 64 bits, got {self.seed!r}. Any smaller whole number will do.")
         require_number("save_every", self.save_every, at_least=1, way_out="It counts steps.")
+        require_number("sample_every", self.sample_every, at_least=1, way_out="It counts steps.")
         require_number("keep", self.keep, at_least=0, way_out="0 keeps every checkpoint.")
         if self.algorithm.minibatches > self.rollout.prompts * self.rollout.group_size:
             raise ConfigError(

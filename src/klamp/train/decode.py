@@ -60,7 +60,10 @@ class Decoder:
         logp = (logits.float() / self.temperature).log_softmax(-1)
         if self.top_p < 1:
             logp = nucleus(logp, self.top_p)
-        token = torch.multinomial(logp.exp(), 1, generator=generator)
+        # The inverse of the cumulative distribution: one random number a row, where multinomial takes one a token.
+        total = logp.double().exp().cumsum(-1)
+        uniform = torch.rand(len(logp), 1, dtype=torch.float64, device=logp.device, generator=generator)
+        token = torch.searchsorted(total, uniform * total[:, -1:], right=True).clamp(max=logp.shape[-1] - 1)
         return token.squeeze(1), logp.gather(1, token).squeeze(1)
 
     def _slot(self, rows: int, prompt: int, length: int) -> Slot:

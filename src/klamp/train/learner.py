@@ -90,7 +90,10 @@ class Learner:
         sums = tally.totals()
         kl = sums.mean("kl")
         self.steering.fresh(kl)
-        clamped = self.steering.clamp(lambda: self._measure(rollout, prepared, anchors), self._scaler(origin))
+        began = kl if origin is not None else 0.0
+        clamped = self.steering.clamp(
+            lambda: self._measure(rollout, prepared, anchors), self._scaler(origin), origin_kl=began
+        )
         return self._conclude(step, rollout, scored, sums, kl, clamped, token_kl, prepared)
 
     def _conclude(
@@ -110,7 +113,8 @@ class Learner:
         alarms = self.steering.observe(
             step, kl, int(sums.count("sequences")), clamped, estimates=comparable, sampler_kl=per_token["kl/sampler/k1"]
         )
-        self.reference.after_step(step)
+        if self.reference.after_step(step):
+            self.steering.own = None  # the next batch's KL will be to another reference
         metrics = {**per_token, "kl/steered": kl, "kl/beta": priced, **_band(kl, self.config.kl.target)}
         if clamped is not None:
             metrics |= {

@@ -44,6 +44,7 @@ class Trainer:
     ) -> None:
         self.config, self.watch = config, watch
         self.folder = RunFolder(config.run)
+        models.resolve(config.model)
         self.scorer = Scorer(config.reward, rewards)
         self.prompts = data.load(config.prompts, config.model)
         self.folder.claim(config)

@@ -6,13 +6,13 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import importlib
 import inspect
 import math
 import re
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -135,7 +135,10 @@ class Scorer:
         names = list(config.functions) if functions is None else [_label(f) for f in given]
         self.functions = dict(zip(_distinct(names), given, strict=True))
         self.weights = config.weights or (1.0,) * len(given)
-        self.failed = 0
+        if len(self.weights) != len(given):
+            raise ConfigError(
+                f"reward.weights has {len(self.weights)} entries for {len(given)} functions. Give one each."
+            )
 
     def __call__(self, prompts: list[str], completions: list[str], columns: dict[str, list[Any]]) -> Scored:
         """Every function over every completion; :class:`RewardError` or a mask where one fails."""
@@ -148,7 +151,6 @@ class Scorer:
         total = torch.zeros(len(completions))
         for weight, part in zip(self.weights, parts.values(), strict=True):
             total = total + weight * part
-        self.failed += int((~valid).sum())
         return Scored(torch.where(valid, total, 0.0), valid, parts)
 
     def _values(
@@ -158,8 +160,10 @@ class Scorer:
             values = [float(v) for v in self._timed(name, function, prompts, completions, columns)]
         except (ConfigError, KeyboardInterrupt):
             raise
+        except _Slow as error:
+            return self._failed(name, len(completions), str(error), None)
         except Exception as error:
-            return self._failed(name, len(completions), f"raised {type(error).__name__}: {error}", error)
+            return self._one_by_one(name, function, (prompts, completions, columns), error)
         if len(values) != len(completions):
             what = f"returned {len(values)} rewards for {len(completions)} completions"
             return self._failed(name, len(completions), what, None)
@@ -169,6 +173,28 @@ class Scorer:
                 f"reward {name!r} is {values[bad]} for sample {bad}: prompt {prompts[bad]!r}, completion "
                 f"{completions[bad]!r}. Return a finite number, or set reward.on_error=mask to leave such samples out."
             )
+        return values
+
+    def _one_by_one(self, name: str, function: RewardFunction, args: tuple[Any, ...], cause: Exception) -> list[float]:
+        """After a reward raised: each sample alone, to name the one that made it raise, or to mask no others."""
+        prompts, completions, columns = args
+        values = []
+        for i in range(len(completions)):
+            one = [prompts[i]], [completions[i]], {k: [v[i]] for k, v in columns.items()}
+            try:
+                (value,) = self._timed(name, function, *one)
+                values.append(float(value))
+            except Exception as error:
+                if self.config.on_error == "stop":
+                    raise RewardError(
+                        f"reward {name!r} raised {type(error).__name__} ({error}) for sample {i}: prompt "
+                        f"{prompts[i]!r}, completion {completions[i]!r}. Fix it, or set reward.on_error=mask to leave "
+                        "such samples out."
+                    ) from cause
+                values.append(math.nan)
+        if not any(map(math.isnan, values)):  # it is the batch that it cannot take
+            what = f"raised {type(cause).__name__} for the batch and for none of its samples: {cause}"
+            return self._failed(name, len(completions), what, cause)
         return values
 
     def _failed(self, name: str, count: int, what: str, cause: Exception | None) -> list[float]:
@@ -181,13 +207,35 @@ class Scorer:
         call = partial(function, prompts, completions, **_accepted(function, columns))
         if self.config.timeout is None:
             return call()
-        pool = concurrent.futures.ThreadPoolExecutor(1)
+        return _within(self.config.timeout, call)
+
+
+class _Slow(Exception):
+    """A reward took longer than it may."""
+
+    def __str__(self) -> str:
+        return f"took more than reward.timeout={self.args[0]:g} s"
+
+
+def _within(seconds: float, call: Callable[[], Sequence[float]]) -> Sequence[float]:
+    """``call()``, given up after ``seconds``. Its thread is a daemon: one that hangs for good cannot keep the process."""
+    done: list[Sequence[float]] = []
+    failed: list[BaseException] = []
+
+    def work() -> None:
         try:
-            return pool.submit(call).result(self.config.timeout)
-        except concurrent.futures.TimeoutError:
-            raise RewardError(f"took more than reward.timeout={self.config.timeout:g} s") from None
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            done.append(call())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failed:
+        raise failed[0]
+    if not done:
+        raise _Slow(seconds)
+    return done[0]
 
 
 def _accepted(function: RewardFunction, columns: dict[str, Any]) -> dict[str, Any]:

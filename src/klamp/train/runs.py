@@ -13,9 +13,10 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from klamp.errors import ConfigError
+from klamp.references import CheckpointStep, parse
 from klamp.train.config import TrainConfig
 from klamp.train.settings import from_yaml, to_dict, to_yaml
 
@@ -44,6 +45,7 @@ class RunFolder:
 
     def claim(self, config: TrainConfig) -> None:
         """Refuse a folder that belongs to another configuration, or that holds a run which is not being resumed."""
+        self._not_in_use()
         saved = self.path / "config.yaml"
         if saved.is_file():
             self._same(from_yaml(TrainConfig, saved), config)
@@ -54,12 +56,22 @@ class RunFolder:
         elif self.path.is_dir() and any(p.name != ".lock" for p in self.path.iterdir()):
             raise ConfigError(f"run {str(self.path)!r} is not empty and is no run of klamp. Choose another --run.")
 
+    def _not_in_use(self) -> None:
+        """Refuse a folder whose lock another process holds; the processes of one launch may all look at once."""
+        file = self.path / ".lock"
+        if file.is_file():
+            with file.open("a+") as handle:
+                _flock(handle, fcntl.LOCK_SH, self.path)
+
     def write_config(self, config: TrainConfig) -> None:
         """The resolved configuration."""
         atomic_text(self.path / "config.yaml", to_yaml(config))
 
     def _same(self, old: TrainConfig, new: TrainConfig) -> None:
         before, after = to_dict(old), to_dict(new)
+        if new.resume and isinstance(parse(new.kl.reference), CheckpointStep):
+            # Going on from a saved step with that step as the new anchor is said in so many words, and is this run.
+            before["kl"]["reference"] = after["kl"]["reference"]
         different = [k for k in _differences(before, after) if k.split(".")[0] not in MAY_CHANGE]
         if different:
             raise ConfigError(
@@ -72,12 +84,7 @@ class RunFolder:
         """Refuse a second process on this folder. The lock is the kernel's: it goes when its process does."""
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / ".lock").open("a+") as handle:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise ConfigError(
-                    f"run {str(self.path)!r} is in use by another process. Choose another --run."
-                ) from None
+            _flock(handle, fcntl.LOCK_EX, self.path)
             yield
 
     def append(self, file: Path, row: dict[str, Any]) -> None:
@@ -93,6 +100,13 @@ class RunFolder:
         for file in (self.metrics, self.samples, self.alarms):
             if file.is_file():
                 _keep_until(file, step)
+
+
+def _flock(handle: IO[str], kind: int, run: Path) -> None:
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except OSError:
+        raise ConfigError(f"run {str(run)!r} is in use by another process. Choose another --run.") from None
 
 
 def read_jsonl(file: Path) -> Iterator[dict[str, Any]]:

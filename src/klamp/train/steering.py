@@ -49,12 +49,19 @@ class Steering:
             self.gap_state = self.gap.update(self.gap_state, kl, self.own)
             self.own = None
 
-    def clamp(self, measure: Callable[[], float], scale: Callable[[float], None]) -> Clamped | None:
-        """Hold KL under the limit after an update; None without a limit."""
+    def clamp(
+        self, measure: Callable[[], float], scale: Callable[[float], None], *, origin_kl: float = 0.0
+    ) -> Clamped | None:
+        """Hold KL under the limit after an update; None without a limit.
+
+        ``origin_kl`` is the KL where the displacement is zero: 0 at the reference, the KL before the step where that is
+        backtracked. A step that starts above the limit may end no higher than it began: it can only come nearer.
+        """
         limit = self.config.clamp_limit
         if limit is None:
             return None
-        result = clamp_kl(measure, scale, self.gap.limit(self.gap_state, limit))
+        own = max(self.gap.limit(self.gap_state, limit), origin_kl)
+        result = clamp_kl(measure, scale, own, origin_kl=origin_kl)
         self.own = result.kl_after
         return result
 
