@@ -79,7 +79,7 @@ class Ema:
             )
 
     def __str__(self) -> str:
-        return f"ema:{self.decay:g}"
+        return f"ema:{self.decay!r}"
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class KLConfig:
         object.__setattr__(self, "placement", pair.placement)
         if pair.estimator.removesuffix("+") in NOT_PRICED:
             raise ConfigError(
-                f"kl.estimator {pair.estimator!r} is for measuring; the trainer cannot price it. Use exact, k1, k2 or k3."
+                f"kl.estimator {pair.estimator!r} is for measuring; the trainer cannot price it. Use exact."
             )
         if self.target is not None or self.controller != "fixed":
             check_unit("kl.per", self.per)

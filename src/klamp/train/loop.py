@@ -12,14 +12,16 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
 
 from klamp import models
 from klamp.errors import ConfigError
+from klamp.references import parse
 from klamp.train import checkpoint, data
+from klamp.train.anchors import check_reference
 from klamp.train.batch import Rollout
 from klamp.train.config import TrainConfig
 from klamp.train.display import Display
@@ -44,10 +46,11 @@ class Trainer:
     ) -> None:
         self.config, self.watch = config, watch
         self.folder = RunFolder(config.run)
-        models.resolve(config.model)
-        self.scorer = Scorer(config.reward, rewards)
-        self.prompts = data.load(config.prompts, config.model)
         self.folder.claim(config)
+        models.resolve(config.model)
+        self.prompts = data.load(config.prompts, config.model)
+        check_reference(parse(config.kl.reference), self.folder.path, config.model, full=config.full)
+        self.scorer = Scorer(config.reward, rewards)
         self.accelerator = _accelerator(config)
         _check_processes(config, self.accelerator.num_processes)
         torch.manual_seed(data.mix(config.seed, 1))
@@ -55,9 +58,9 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
         self.tokenizer = models.load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
         self.encoded = models.encode_prompts(self.tokenizer, self.prompts.texts, chat=config.rollout.chat)
-        self.learner = _learner(config, self.accelerator)
-        context = context_of(self.learner.policy.model)
+        context = _context(config)
         self._check_context(context)
+        self.learner = _learner(config, self.accelerator)
         self.sampler = Sampler(self.learner.policy, self.tokenizer, config.rollout, context)
         self.display = Display(config.steps, quiet=quiet or not self.accelerator.is_main_process)
         self.stop = Stop()
@@ -66,6 +69,7 @@ class Trainer:
         """Train to the last step and return its metrics."""
         if not self.accelerator.is_main_process:
             return self._run()
+        checkpoint.check_disk(self.folder.path, self.learner)
         with self.folder.lock():
             return self._run()
 
@@ -85,6 +89,7 @@ class Trainer:
                 self.sampler.refresh()
                 clock.lap("update")
                 metrics = self._record(step, outcome, clock, rollout, scored.total.tolist())
+                self.stop.agree(self.accelerator)
                 self._save_if_due(step)
                 self.stop.leave_if_asked()
         self.accelerator.end_training()
@@ -108,7 +113,6 @@ class Trainer:
         if main:
             self.folder.path.mkdir(parents=True, exist_ok=True)
             self.folder.write_config(replace(config, resume=False))
-            checkpoint.check_disk(self.folder.path, self.learner)
         done = 0
         if config.resume:
             saved = checkpoint.newest(self.folder.path, skip_damaged=config.skip_damaged)
@@ -232,6 +236,13 @@ class Stop:
             raise SystemExit(128 + number)
         self.asked = number
 
+    def agree(self, accelerator: Any) -> None:
+        """A signal that one process heard counts for all: saving is something they do together."""
+        if accelerator.num_processes > 1:
+            heard = torch.zeros(accelerator.num_processes, device=accelerator.device)
+            heard[accelerator.process_index] = self.asked
+            self.asked = int(accelerator.reduce(heard, reduction="sum").max())
+
     def leave_if_asked(self) -> None:
         """Exit with the usual code once the step is saved."""
         if self.asked:
@@ -252,6 +263,18 @@ def _accelerator(config: TrainConfig) -> Any:
     return accelerator
 
 
+def _context(config: TrainConfig) -> int | None:
+    """The model's context, from its configuration alone."""
+    from transformers import AutoConfig
+
+    source = models.resolve(config.model)
+    try:
+        settings = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model {config.model!r} could not be loaded: {' '.join(str(error).split())[:400]}") from None
+    return context_of(SimpleNamespace(config=settings))
+
+
 def _learner(config: TrainConfig, accelerator: Any) -> Learner:
     if config.rollout.top_p < 1:
         warnings.warn(
@@ -270,4 +293,10 @@ def _check_processes(config: TrainConfig, processes: int) -> None:
     if config.rollout.prompts % processes:
         raise ConfigError(
             f"rollout.prompts={config.rollout.prompts} does not divide over {processes} processes. Make it a multiple."
+        )
+    share = config.rollout.prompts // processes * config.rollout.group_size
+    if config.algorithm.minibatches > share:
+        raise ConfigError(
+            f"algorithm.minibatches {config.algorithm.minibatches} is more than the {share} completions a process has "
+            f"with {processes} of them. Lower it."
         )

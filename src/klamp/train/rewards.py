@@ -218,7 +218,7 @@ class _Slow(Exception):
 
 
 def _within(seconds: float, call: Callable[[], Sequence[float]]) -> Sequence[float]:
-    """``call()``, given up after ``seconds``. Its thread is a daemon: one that hangs for good cannot keep the process."""
+    """``call()``, given up after ``seconds``. Its thread is a daemon: one that hangs cannot keep the process."""
     done: list[Sequence[float]] = []
     failed: list[BaseException] = []
 
