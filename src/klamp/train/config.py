@@ -39,6 +39,8 @@ class KLConfig:
     """What is priced: exact, k1, k2, k1+, k3+, weighted_k1, weighted_k3 or detached_weight_k2."""
     placement: str = "sequence_exact"
     """Where the price enters: sequence_exact, in_reward, in_advantage or in_loss."""
+    source: Literal["current_learner", "sample"] = "current_learner"
+    """Whose log-probs `in_advantage` takes k1 of: the policy's, or those the sampler recorded with the tokens."""
     allow_biased: bool = False
     """Accept a pair of estimator and placement that does not descend KL(π‖ref)."""
     clamp: bool = True
@@ -65,6 +67,13 @@ class KLConfig:
         if pair.estimator.removesuffix("+") in NOT_PRICED:
             raise ConfigError(
                 f"kl.estimator {pair.estimator!r} is for measuring; the trainer cannot price it. Use exact."
+            )
+        if self.source not in ("current_learner", "sample"):
+            raise unknown("kl.source", self.source, ("current_learner", "sample"))
+        if self.source == "sample" and (pair.estimator, pair.placement) != ("k1", "in_advantage"):
+            raise ConfigError(
+                f"kl.source='sample' goes with k1 in_advantage only, not with {pair.estimator} {pair.placement}. "
+                "Leave it at current_learner."
             )
         if self.target is not None or self.controller != "fixed":
             check_unit("kl.per", self.per)

@@ -42,6 +42,8 @@ class Scored:
     """[N] False where a reward failed and was masked."""
     parts: dict[str, Tensor]
     """[N] each function's own, unweighted."""
+    advantages: Tensor | None = None
+    """[N] given from outside, for groups of unequal size; None: GRPO's, from ``total`` and the group size."""
 
 
 def vader(prompts: list[str], completions: list[str], **_: Any) -> list[float]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 from klamp.clamp import Clamped, Gap, GapState
 from klamp.clamp import clamp as clamp_kl
-from klamp.controllers import Hold, HoldState, State
+from klamp.controllers import Controller, Hold, HoldState, State
 from klamp.monitor import Alarm, Monitor
 from klamp.train.config import KLConfig
 
@@ -16,9 +16,9 @@ from klamp.train.config import KLConfig
 class Steering:
     """Knows the price; learns it from each step's KL and the clamp's effort."""
 
-    def __init__(self, config: KLConfig) -> None:
+    def __init__(self, config: KLConfig, controller: Controller | None = None) -> None:
         self.config = config
-        self.controller = config.make_controller()
+        self.controller = controller or config.make_controller()
         self.state: State | None = None
         self.gap = Gap()
         self.gap_state: GapState = self.gap.init()
@@ -95,6 +95,7 @@ class Steering:
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
+            "settings": described(self.controller),
             "controller": None if self.state is None else self.state.to_dict(),
             "gap": asdict(self.gap_state),
             "own": self.own,
@@ -107,3 +108,11 @@ class Steering:
         self.gap_state = GapState(**saved["gap"])
         self.own = saved["own"]
         self.monitor.load_state_dict(saved["monitor"])
+
+
+def described(controller: Controller) -> str:
+    """The kind and the plain settings of a controller, the same in every process: whose state a saved state is."""
+    known: tuple[Any, ...] = fields(controller) if is_dataclass(controller) else ()
+    values = {f.name: getattr(controller, f.name) for f in known}
+    plain = [f"{n}={v!r}" for n, v in values.items() if v is None or isinstance(v, int | float | str | tuple | list)]
+    return f"{type(controller).__name__}({', '.join(plain)})"
