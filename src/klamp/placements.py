@@ -255,6 +255,7 @@ REFUSED_IN_LOSS = {
     ),
     "detached_weight_k3": ("KL(ref‖π), the other direction", "KL(ref‖π) on prefixes of μ", "weighted_k3 in_loss"),
     "weighted_k2": ("the divergence E[d²/2], not a KL", "the same", "weighted_k3 or detached_weight_k2 in_loss"),
+    "absolute": ("twice the total variation: the pull does not vanish at the reference", "the same without π/μ", BEST),
     "exact_forward": ("KL(ref‖π), the other direction", "KL(ref‖π) on prefixes of μ", "exact in_loss"),
     "k3_clamped+": ("KL(π‖ref) token by token, with the value of a clamp", "the same without π/μ", "k3+ in_loss"),
 }
@@ -268,7 +269,7 @@ REFUSED_IN_ADVANTAGE = {
     "exact": ("nothing: the KL of a position does not depend on the token sampled there", "nothing"),
 }
 ANYWHERE = {
-    "absolute": "total variation: the pull does not vanish at the reference",
+    "absolute": "no KL: an absolute log-ratio is of the order of the root of one",
     "r_log_r": "nothing known: its samples must come from the reference, and these come from the policy",
     "chi2_minus_kl": "χ²(π‖ref) − KL(π‖ref), which is not a KL",
     "top_k_exact": NO_KL,
@@ -299,14 +300,15 @@ def _verdict(estimator: str, placement: str) -> Pair:
     def refused(on: str, off: str, instead: str) -> Pair:
         return Pair(estimator, placement, False, on, off, instead)
 
+    if placement == "in_loss" and estimator in REFUSED_IN_LOSS:
+        return refused(*REFUSED_IN_LOSS[estimator])
     if estimator in ANYWHERE:
         return refused(ANYWHERE[estimator], ANYWHERE[estimator], BEST)
     if placement == "sequence_exact":
         what = "nothing known: its two parts are built from the exact KL of each position"
         return refused(what, what, BEST)
     if placement == "in_loss":
-        default = ("nothing that is known to be KL(π‖ref)", "the same", IN_LOSS)
-        return refused(*REFUSED_IN_LOSS.get(estimator, default))
+        return refused("nothing that is known to be KL(π‖ref)", "the same", IN_LOSS)
     default_reward = ("nothing near KL(π‖ref): only k1 has it for the gradient of its expected score", "the same")
     known = REFUSED_IN_REWARD if placement == "in_reward" else REFUSED_IN_ADVANTAGE
     return refused(*known.get(estimator, default_reward), f"k1 {placement}, or {BEST}")
