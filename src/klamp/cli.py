@@ -86,9 +86,7 @@ def _typed(function: Callable[..., Any]) -> Callable[[list[str]], None]:
     def run(args: list[str]) -> None:
         import tyro
 
-        tyro.cli(
-            function, args=args, prog=f"klamp {function.__name__}", description=inspect.cleandoc(function.__doc__ or "")
-        )
+        tyro.cli(function, args=args, prog=f"klamp {function.__name__}")
 
     run.__doc__ = function.__doc__
     return run
