@@ -130,7 +130,7 @@ def top_k_exact(logits: Tensor, ref_logits: Tensor, tokens: Tensor, k: int = 16)
         )
     if k < 1:
         raise ConfigError(f"top_k_exact.k must be >= 1, got {k!r}. With k = 0 it is k1.")
-    logp, ref_logp = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+    logp, ref_logp, tokens = logits.log_softmax(-1), ref_logits.log_softmax(-1), tokens.long()
     top = logp.topk(min(k, logits.shape[-1]), dim=-1).indices
     p, d = logp.gather(-1, top), (logp - ref_logp).gather(-1, top)
     head: Tensor = torch.where(p.exp() > 0, p.exp() * d, torch.zeros_like(d)).sum(-1)

@@ -41,7 +41,7 @@ class Limits:
     disagreement: float = 0.5
     """Relative distance between the window's means of two estimators of the same KL."""
     sampler_gap: float = 0.01
-    """Mean |KL(μ‖π)| of the window, in nats per token: trainer and sampler compute different models."""
+    """|mean KL(μ‖π)| of the window, in nats per token: trainer and sampler compute different models."""
     effort: float = 0.1
     """Mean effort of the clamp over the window: it scales away 10 % of the displacement every step."""
     fewest: int = 5
@@ -156,7 +156,7 @@ class Monitor:
         yield self._bound(step, row.get("beta"))
         if enough:
             yield from self._disagreement(step)
-            yield self._sampler(step, [abs(r["sampler_kl"]) for r in self.window if "sampler_kl" in r])
+            yield self._sampler(step, [r["sampler_kl"] for r in self.window if "sampler_kl" in r])
             yield self._effort(step, [r["effort"] for r in self.window if "effort" in r])
 
     def _non_finite(self, step: int, bad: dict[str, float]) -> Alarm | None:
@@ -227,7 +227,7 @@ class Monitor:
     def _sampler(self, step: int, gaps: list[float]) -> Alarm | None:
         if not gaps:
             return None
-        gap, line = fmean(gaps), self.limits.sampler_gap
+        gap, line = abs(fmean(gaps)), self.limits.sampler_gap  # the noise of single steps cancels in the mean
         message = (
             f"sampler and trainer differ by {gap:.4g} nats per token: the tokens are not drawn from the policy that is "
             "trained. Check dtype, temperature, top-p and how fresh the sampler's weights are."

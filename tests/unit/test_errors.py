@@ -88,6 +88,8 @@ CONTROLLERS = [
     (lambda: klamp.Stateful(klamp.Fixed(0.1)).update("x"), ("kl", "'x'", "klamp.mean")),
     (lambda: klamp.State.from_dict({"kind": "Nope", "beta": 1.0}), ("kind", "'Nope'", "init()")),
     (lambda: klamp.State.from_dict({"kind": "State", "beta": 1.0}), ("fields", "['beta']", "init()")),
+    (lambda: klamp.State.from_dict({**klamp.State(1.0).to_dict(), "beta": NAN}), ("State.beta", "nan", "init()")),
+    (lambda: klamp.State.from_dict({**klamp.State(1.0).to_dict(), "beta": None}), ("State.beta", "None", "init()")),
     (lambda: klamp.Ziegler(1.0, "token").update(klamp.State(0.1), 1.0, n=-3), ("n", "-3", "number of sequences")),
     (lambda: AdaptiveKLController(0.1, 0.0, 100), ("target", "0.0", "Fixed")),
     (lambda: AdaptiveKLController(0.1, 6.0, 0), ("horizon", "0", "10000")),

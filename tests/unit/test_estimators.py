@@ -113,6 +113,7 @@ def test_top_k_exact_is_unbiased_for_every_k(k: int) -> None:
     p = pi.detach().softmax(-1)
     each = klamp.top_k_exact(pi.detach().expand(V, V), ref.expand(V, V), torch.arange(V), k=k)
     assert (p * each).sum().item() == pytest.approx(klamp.exact(pi, ref).item(), rel=1e-9)
+    assert torch.equal(each, klamp.top_k_exact(pi.detach().expand(V, V), ref.expand(V, V), torch.arange(V).int(), k=k))
     if k >= V:
         assert torch.allclose(each, klamp.exact(pi, ref).detach().expand(V), rtol=1e-9)
     else:

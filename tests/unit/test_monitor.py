@@ -115,6 +115,8 @@ def test_estimators_disagreeing_are_compared_on_the_same_steps() -> None:
 def test_sampler_gap_and_the_clamps_effort() -> None:
     assert kinds(feed(Monitor(), [0.1] * 10, sampler_kl=-0.02)) == ["sampler_gap"]
     assert feed(Monitor(), [0.1] * 10, sampler_kl=0.005) == []
+    noisy = Monitor()
+    assert [a for i in range(60) for a in noisy.record(i, kl=0.1, sampler_kl=0.03 * (-1) ** i)] == []
     assert kinds(feed(Monitor(), [0.1] * 10, effort=0.2)) == ["clamp_works_hard"]
     assert feed(Monitor(), [0.1] * 10, effort=0.0) == []
 

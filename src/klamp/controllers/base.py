@@ -53,6 +53,8 @@ class State:
                 f"version does not write. Kinds: {sorted(State.kinds)}. Start the controller anew with init()."
             )
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+        way_out = "The saved state is damaged; start the controller anew with init()."
+        require_number(f"{kind.__name__}.beta", values["beta"], at_least=0, way_out=way_out)
         return kind(**values)
 
     def to_json(self) -> str:
