@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from klamp import ConfigError, Hold
+from klamp import ConfigError, Hold, Ziegler
 from klamp.integrations.trl import KlampGRPOTrainer, KLControl
 from klamp.integrations.trl_control import SAVED
 
@@ -68,8 +68,11 @@ def test_the_state_is_plain_json_in_trainer_state(trainer: Make, tmp_path: Path)
     assert saved["stateful_callbacks"][SAVED] == json.loads(json.dumps(control.state_dict(), allow_nan=False))
 
 
-def test_a_checkpoint_in_another_unit_is_refused(trainer: Make, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_controller_or_unit_is_refused(trainer: Make, tmp_path: Path) -> None:
     run(trainer(out=tmp_path / "a", save_strategy="steps", save_steps=2, max_steps=2))
+    with pytest.raises(ConfigError, match="holds the HoldState of another controller than Ziegler"):
+        ziegler = Ziegler(target=0.05, per="token")
+        run(trainer(out=tmp_path / "b"), ziegler, str(tmp_path / "a" / "checkpoint-2"))
     with pytest.raises(ConfigError, match="steered per token, this controller is per sequence"):
         run(trainer(out=tmp_path / "b"), Hold(target=0.4, per="sequence"), str(tmp_path / "a" / "checkpoint-2"))
 

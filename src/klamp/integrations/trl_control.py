@@ -268,7 +268,13 @@ class KLControl(TrainerCallback):
                 f"the checkpoint was steered per {saved['per']}, this controller is per {self.per}. Give the "
                 "controller the unit of the checkpoint, or start without resuming."
             )
-        self.state = State.from_dict(saved["controller"])
+        state = State.from_dict(saved["controller"])
+        if type(state) is not type(self.controller.init()):
+            raise ConfigError(
+                f"the checkpoint holds the {type(state).__name__} of another controller than "
+                f"{type(self.controller).__name__}. Give the controller it was made with, or start without resuming."
+            )
+        self.state = state
         self.monitor.load_state_dict(saved["monitor"])
         self.gap_state = GapState(**saved["gap"])
         self.own_kl = math.nan if saved["own_kl"] is None else float(saved["own_kl"])
