@@ -110,3 +110,7 @@ def test_the_presets_and_defaults_of_controllers_md_are_those_of_the_code() -> N
     assert f"Exponential(target, per, init_beta={exponential.init_beta}, gain={exponential.gain})" in text
     assert f"Doubling(target, per, init_beta={doubling.init_beta})" in text
     assert f"Hold(target, per, init_beta={klamp.Hold(1.0, 'token').init_beta})" in text
+    assert "| 1e-4 to 10 |" in text
+    assert exponential.bounds == (1e-4, 10)
+    assert "| 1e-6 to 1e6 |" in text
+    assert doubling.bounds == (1e-6, 1e6)

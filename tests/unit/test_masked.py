@@ -128,3 +128,22 @@ def test_select_fills_and_stops_the_gradient() -> None:
     assert y.tolist() == [1.0, -7.0]
     assert x.grad is not None
     assert x.grad[1] == 0
+
+
+def test_every_function_stays_on_the_device_of_its_input() -> None:
+    """The meta device refuses to mix with tensors of another and to be read: what runs there waits for no GPU."""
+    a, b, c = (torch.zeros(3, 4, device="meta", requires_grad=True) for _ in range(3))
+    x, y = (torch.zeros(3, 4, 5, device="meta", requires_grad=True) for _ in range(2))
+    mask = torch.zeros(3, 4, device="meta")
+    outs = [klamp.estimator(name)(a, b) for name in ("k1", "k2", "k3", "k3+", "abs", "r_log_r", "chi2_minus_kl")]
+    outs += [klamp.k3(a, b, tail=5.0), klamp.k3_clamped(a, b), klamp.fitted(a, b, mask)]
+    outs += [klamp.weighted("k3", a, b, c), klamp.weighted("k3", a, b, c, tail=5.0), klamp.exact(x, y)]
+    outs += [klamp.exact_forward(x, y), klamp.top_k_exact(x, y, mask.long(), k=2)]
+    outs += [klamp.mean(a, mask, per, count_empty=empty) for per in UNITS for empty in (False, True)]
+    beta = torch.zeros((), device="meta")
+    outs += [klamp.in_loss(a, beta, mask), klamp.in_loss(a, 0.1, mask, count=7), klamp.in_reward(a, b, beta, mask)]
+    outs += [klamp.in_advantage(a, b, 0.1, mask, centre=centre) for centre in ("batch", "sequence", "none")]
+    outs += [klamp.in_advantage(a, b, beta, mask, mean=0.3)]
+    outs += [*klamp.sequence_exact(a, beta, mask, logp=b, old_logp=c, baseline="position")]
+    assert {out.device.type for out in outs} == {"meta"}
+    torch.autograd.grad(sum(out.sum() for out in outs if out.requires_grad), [a, x])
