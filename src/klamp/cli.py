@@ -6,7 +6,8 @@ import inspect
 import json as jsonlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from klamp import __version__
 from klamp.errors import ConfigError, KlampError, unknown
@@ -64,6 +65,64 @@ def train(args: list[str]) -> None:
     run(config)
 
 
+def measure(
+    *,
+    policy: str,
+    reference: str,
+    prompts: str | None = None,
+    completions: str | None = None,
+    out: str = "runs/measure",
+    max_tokens: int = 64,
+    samples: int = 1,
+    temperature: float = 1.0,
+    batch: int = 32,
+    seed: int = 0,
+    chat: bool | None = None,
+    device: str = "auto",
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+    trust_remote_code: bool = False,
+) -> None:
+    """Say how far one model is from another, and where: exact KL over prompts, with intervals and a map of tokens.
+
+    Models are folders, Hub ids, built-in names or folders of LoRA adapters. An interrupted measurement goes on where
+    it stopped; under torchrun several processes share it.
+
+    Args:
+        policy: The model whose drift is measured; completions are sampled from it.
+        reference: The model it is compared with.
+        prompts: JSONL with a "prompt" on each line, or text, one a line. Left out: the built-in policy's own.
+        completions: JSONL with a "completion" for each prompt, in order, instead of sampling.
+        out: Folder for measure.json, measure.html and the records.
+        max_tokens: Longest completion, in tokens.
+        samples: Completions of each prompt.
+        temperature: Sampling temperature; KL is that of the tempered distributions.
+        batch: Prompts a block.
+        seed: Of the sampling.
+        chat: Wrap prompts in the chat template. None: where the tokenizer has one.
+        device: auto, cpu or cuda.
+        dtype: Of both models. auto: bfloat16 on a GPU, float32 on a CPU.
+        trust_remote_code: Let a model repository run its own code.
+    """
+    from klamp.measure.command import run
+
+    run(
+        policy,
+        reference,
+        prompts,
+        completions,
+        Path(out),
+        max_tokens=max_tokens,
+        samples=samples,
+        temperature=temperature,
+        batch=batch,
+        seed=seed,
+        chat=chat,
+        device=device,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+    )
+
+
 def _config_file(args: list[str]) -> tuple[str | None, list[str]]:
     """Take ``--config FILE`` out of the arguments."""
     rest, file = [], None
@@ -92,7 +151,7 @@ def _typed(function: Callable[..., Any]) -> Callable[[list[str]], None]:
     return run
 
 
-COMMANDS: dict[str, Callable[[list[str]], None]] = {"train": train, "audit": _typed(audit)}
+COMMANDS: dict[str, Callable[[list[str]], None]] = {"train": train, "measure": _typed(measure), "audit": _typed(audit)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

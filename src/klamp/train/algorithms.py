@@ -6,16 +6,18 @@ Shapes: N sequences, C token columns. ``reduce`` sums a tensor over all processe
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from klamp import estimators as e
 from klamp.masked import select, sum_count
 from klamp.objectives import gae, group_advantages, whiten
 from klamp.placements import in_reward
 from klamp.train.batch import Rollout
-from klamp.train.config import TrainConfig
+from klamp.train.config import KLConfig, TrainConfig
 from klamp.train.rewards import Scored
 
 Reduce = Callable[[Tensor], Tensor]
@@ -30,6 +32,12 @@ class Look:
     kl: Tensor
     """Exact, of each token."""
     values: Tensor | None
+
+    @staticmethod
+    def empty(rollout: Rollout, *, values: bool) -> Look:
+        """Zeros in the shape of the rollout's tokens, to be filled part by part."""
+        logp, ref_logp, kl, value = (torch.zeros(rollout.mask.shape, device=rollout.mask.device) for _ in range(4))
+        return Look(logp, ref_logp, kl, value if values else None)
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,43 @@ class Prepared:
     old_values: Tensor | None = None
     returns: Tensor | None = None
     kl_mean: Tensor | None = None
-    """Global mean of k1 over counted tokens, for ``in_advantage``."""
+    """Global mean of the estimate over counted tokens, for ``in_advantage``."""
+    source_logp: Tensor | None = None
+    """[N, C] log-probs that ``in_advantage`` takes k1 of; None: the policy's as they are met in the update."""
+
+
+class Measured(Protocol):
+    """Log-probs and exact KL of some tokens: of a part during the update, or of the whole batch before it."""
+
+    @property
+    def logp(self) -> Tensor: ...
+    @property
+    def ref_logp(self) -> Tensor | None: ...
+    @property
+    def kl(self) -> Tensor | None: ...
+
+
+def estimate(config: KLConfig, seen: Measured, old_logp: Tensor) -> Tensor:
+    """Per-token values of the configured estimator; differentiable where what was ``seen`` is."""
+    return _named(config.estimator, seen, old_logp, config.tail)
+
+
+def _named(name: str, seen: Measured, old: Tensor, tail: float) -> Tensor:
+    assert seen.ref_logp is not None, "the learner always has a reference"
+    assert seen.kl is not None, "and its exact KL"
+    logp, ref = seen.logp, seen.ref_logp
+    if name == "exact":
+        return seen.kl
+    if name.startswith("weighted_"):
+        kind = e.estimator(name.removeprefix("weighted_"))
+        return e.weighted(kind, logp, old, ref, tail=tail if kind in (e.k2, e.k3) else None)
+    if name.startswith("detached_weight_"):
+        return e.weighted(name.removeprefix("detached_weight_"), logp, old, ref, detach_weight=True, tail=tail)
+    if name.endswith("+"):
+        value = _named(name.removesuffix("+"), seen, old, tail)
+        return e.straight_through(value.detach(), e.k2(logp, ref, tail=tail))
+    kind = e.estimator(name)
+    return kind(logp, ref, tail=tail) if kind in (e.k2, e.k3) else kind(logp, ref)
 
 
 def needs_look(config: TrainConfig, stale: bool) -> bool:
@@ -64,35 +108,43 @@ def prepare(
     counted = rollout.mask & valid[:, None]
     rewards = scored.total.to(rollout.mask.device)
     if config.algorithm.name == "grpo":
-        prepared = _grpo(config, rollout, rewards, valid, counted, reduce)
+        prepared = _grpo(config, rollout, scored, valid, counted, reduce)
     else:
         assert look is not None, "PPO looks at the batch first"
         prepared = _ppo(config, rewards, look, counted, beta, reduce)
     several = config.algorithm.epochs * config.algorithm.minibatches > 1
-    mean = None
+    mean = source = None
     if look is not None and config.kl.placement == "in_advantage":
-        total, count = sum_count(look.logp - look.ref_logp, counted)
+        cost = estimate(config.kl, look, look.logp)
+        if config.kl.source == "sample":
+            source = torch.where(torch.isfinite(rollout.sampler_logp), rollout.sampler_logp, look.logp)
+            cost = e.k1(source, look.ref_logp)
+        total, count = sum_count(cost, counted)
         sums = reduce(torch.stack([total.double(), count.double()]))
         mean = sums[0] / sums[1].clamp(min=1)
     old = look.logp if look is not None and several else None
-    return Prepared(prepared.advantages, counted, prepared.spread, old, prepared.old_values, prepared.returns, mean)
+    return replace(prepared, old_logp=old, kl_mean=mean, source_logp=source)
 
 
 def _grpo(
-    config: TrainConfig, rollout: Rollout, rewards: Tensor, valid: Tensor, counted: Tensor, reduce: Reduce
+    config: TrainConfig, rollout: Rollout, scored: Scored, valid: Tensor, counted: Tensor, reduce: Reduce
 ) -> Prepared:
     """Group advantages of the task reward alone, the same for every token of a sequence."""
-    per_sequence = group_advantages(rewards, rollout.group_size, std=config.algorithm.std, valid=valid)
+    if scored.advantages is not None:
+        per_sequence = scored.advantages.to(valid.device)
+    else:
+        rewards = scored.total.to(valid.device)
+        per_sequence = group_advantages(rewards, rollout.group_size, std=config.algorithm.std, valid=valid)
     sums = reduce(torch.stack([(per_sequence**2).sum().double(), valid.sum().double()]))
     spread = float((sums[0] / sums[1].clamp(min=1)).sqrt())
     return Prepared(select(per_sequence[:, None].expand(counted.shape), counted), counted, spread)
 
 
 def _ppo(config: TrainConfig, rewards: Tensor, look: Look, counted: Tensor, beta: float, reduce: Reduce) -> Prepared:
-    """Generalised advantages of the reward at the last counted token; k1 joins the reward where it is placed there."""
+    """Generalised advantages of the reward at the last counted token; KL joins the reward where it is placed there."""
     per_token = place_at_end(rewards, counted)
     if config.kl.placement == "in_reward":
-        per_token = in_reward(per_token, look.logp - look.ref_logp, beta, counted)
+        per_token = in_reward(per_token, estimate(config.kl, look, look.logp), beta, counted)
     assert look.values is not None
     advantages, returns = gae(per_token, look.values, counted, gamma=config.algorithm.gamma, lam=config.algorithm.lam)
     total, count = sum_count(advantages, counted)

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from klamp import models
 from klamp.errors import ConfigError, KlampError
 from klamp.references import CheckpointStep, StepLag, parse
 from klamp.train.anchors import ReferencePolicyError, saved_steps
@@ -73,7 +74,8 @@ def _write(folder: Path, step: int, learner: Learner, tokenizer: Any, randoms: l
     policy = learner.policy
     model: Any = policy.model
     extra = {"selected_adapters": [ADAPTER]} if policy.lora else {}
-    model.save_pretrained(folder, safe_serialization=True, **extra)
+    with models._quiet(True):  # no bar of transformers' own in the middle of the run's
+        model.save_pretrained(folder, safe_serialization=True, **extra)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     if policy.value is not None:

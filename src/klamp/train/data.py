@@ -68,21 +68,21 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     return [{"prompt": line} for _, line in _lines(file) if line.strip()]
 
 
-def read_jsonl(file: Path) -> list[dict[str, Any]]:
-    """One JSON object a line, each with a non-empty string "prompt"; errors name the line."""
+def read_jsonl(file: Path, field: str = "prompt") -> list[dict[str, Any]]:
+    """One JSON object a line, each with a non-empty string ``field``; errors name the line."""
     rows = []
     for number, line in _lines(file):
         if not line.strip():
             continue
-        where = f"prompts {str(file)!r}, line {number}"
+        where = f"{field}s {str(file)!r}, line {number}"
         try:
             row = json.loads(line)
         except (json.JSONDecodeError, RecursionError) as error:
             raise ConfigError(f"{where}: not JSON ({error}).") from None
         if not isinstance(row, dict):
-            raise ConfigError(f'{where}: must be an object with a "prompt", got {type(row).__name__}.')
-        if not isinstance(row.get("prompt"), str) or not row["prompt"]:
-            raise ConfigError(f'{where}: "prompt" must be a non-empty string, got {row.get("prompt")!r}.')
+            raise ConfigError(f'{where}: must be an object with a "{field}", got {type(row).__name__}.')
+        if not isinstance(row.get(field), str) or not row[field]:
+            raise ConfigError(f'{where}: "{field}" must be a non-empty string, got {row.get(field)!r}.')
         rows.append(row)
     return rows
 
@@ -92,7 +92,7 @@ def _lines(file: Path) -> list[tuple[int, str]]:
     lines = []
     try:
         with file.open("rb") as handle:
-            for number, raw in enumerate(handle, 1):
+            for number, raw in enumerate(iter(lambda: handle.readline(LONGEST_LINE + 1), b""), 1):
                 if len(raw) > LONGEST_LINE:
                     raise ConfigError(
                         f"{str(file)!r}, line {number}: longer than {LONGEST_LINE} bytes. Split the file."

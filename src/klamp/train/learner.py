@@ -25,7 +25,7 @@ from klamp.monitor import Alarm
 from klamp.objectives import policy_loss, to_go, value_loss
 from klamp.placements import in_advantage, in_loss, sequence_exact
 from klamp.references import parse
-from klamp.train.algorithms import Look, Prepared, needs_look, prepare
+from klamp.train.algorithms import Look, Prepared, estimate, needs_look, prepare
 from klamp.train.anchors import AdapterOff, Reference, anchor
 from klamp.train.batch import Part, Rollout, parts
 from klamp.train.config import TrainConfig
@@ -71,7 +71,6 @@ class Learner:
     def step(self, step: int, rollout: Rollout, scored: Scored, *, stale: bool = False) -> Outcome:
         """One step on sampled and rewarded sequences. ``stale`` says that their sampler was an older policy."""
         rollout = rollout.to(self.device)
-        self._sampler_logp = rollout.sampler_logp
         tally = Tally(self.reduce)
         anchors = self._anchors(rollout)
         look = self._look(rollout, anchors) if needs_look(self.config, stale) else None
@@ -84,9 +83,9 @@ class Learner:
             prepared = replace(prepared, old_logp=torch.where(known, rollout.sampler_logp, look.logp))
         self._first_price(prepared.spread, prepared.counted)
         origin = self._origin()
-        token_kl = self._optimise(step, rollout, prepared, anchors, tally)
-        token_kl = token_kl if look is None else look.kl
-        self._tally_kl(rollout, prepared, token_kl, tally)
+        met = self._optimise(step, rollout, prepared, anchors, tally)
+        seen = met if look is None else look
+        self._tally_kl(rollout, prepared, seen, tally)
         sums = tally.totals()
         kl = sums.mean("kl")
         self.steering.fresh(kl)
@@ -94,7 +93,7 @@ class Learner:
         clamped = self.steering.clamp(
             lambda: self._measure(rollout, prepared, anchors), self._scaler(origin), origin_kl=began
         )
-        return self._conclude(step, rollout, scored, sums, kl, clamped, token_kl, prepared)
+        return self._conclude(step, rollout, scored, sums, kl, clamped, seen.kl, prepared)
 
     def _conclude(
         self,
@@ -157,9 +156,9 @@ class Learner:
 
     def _optimise(
         self, step: int, rollout: Rollout, prepared: Prepared, anchors: Callable[[Part], Anchor], tally: Tally
-    ) -> Tensor:
-        """All epochs and minibatches; losses are tallied in the first. Returns each token's KL as it was met there."""
-        token_kl = torch.zeros(rollout.mask.shape, device=self.device)
+    ) -> Look:
+        """All epochs and minibatches; losses are tallied in the first. Returns each token as it was met there."""
+        met = Look.empty(rollout, values=False)
         algorithm, size = self.config.algorithm, self.config.optim.micro_batch
         for epoch in range(algorithm.epochs):
             order = self._order(step, epoch, len(rollout))
@@ -170,16 +169,15 @@ class Learner:
                     with self._sync(last=i + 1 == len(pieces)):
                         loss, stats = self._loss(piece, prepared, anchors(piece), count, tally if epoch == 0 else None)
                         self.accelerator.backward(loss * self.accelerator.num_processes)
-                    if epoch == 0 and stats.kl is not None:
-                        piece.put(token_kl, stats.kl.detach())
+                    if epoch == 0:
+                        _keep(met, piece, stats)
                 self._apply(step)
-        return token_kl
+        return met
 
     def loss_of(self, rollout: Rollout, rows: Tensor, prepared: Prepared, anchors: Callable[[Part], Anchor]) -> Tensor:
         """The loss of some rows as the update computes it, with its graph; for preflight and tests."""
         count = float(prepared.counted[rows].sum().clamp(min=1))
         pieces = parts(rollout, rows, self.config.optim.micro_batch)
-        self._sampler_logp = rollout.sampler_logp
         return torch.stack([self._loss(p, prepared, anchors(p), count, None)[0] for p in pieces]).sum()
 
     def _loss(
@@ -197,7 +195,7 @@ class Learner:
         policy_term = select(pg, counted).sum()
         loss = policy_term + price
         if tally is not None:
-            self._tally_losses(piece, counted, stats, old, policy_term, price, tally)
+            self._tally_losses(counted, stats, old, policy_term, price, tally)
         if prepared.returns is not None and prepared.old_values is not None and states.values is not None:
             values = value_loss(
                 states.values,
@@ -225,13 +223,14 @@ class Learner:
             both = sequence_exact(stats.kl, beta, counted, logp=stats.logp, old_logp=sampler, max_weight=kl.max_weight)
             return advantages, both.advantage, both.local.sum()
         if kl.placement == "in_loss":
-            return advantages, None, in_loss(_estimate(kl.estimator, stats, old, kl.tail), beta, counted, count=1.0)
+            return advantages, None, in_loss(estimate(kl, stats, old), beta, counted, count=1.0)
         if kl.placement == "in_advantage":
-            k1 = e.k1(stats.logp.detach(), stats.ref_logp)
-            return in_advantage(advantages, k1, beta, counted, mean=prepared.kl_mean), None, nothing
+            recorded = prepared.source_logp
+            cost = estimate(kl, stats, old) if recorded is None else e.k1(piece.of(recorded), stats.ref_logp)
+            return in_advantage(advantages, cost, beta, counted, mean=prepared.kl_mean), None, nothing
         if self.config.algorithm.name == "grpo":
-            k1 = _estimate(kl.estimator, stats, old, kl.tail).detach()
-            return advantages - beta * to_go(k1, counted), None, nothing
+            cost = estimate(kl, stats, old).detach()
+            return advantages - beta * to_go(cost, counted), None, nothing
         return advantages, None, nothing
 
     def _apply(self, step: int) -> None:
@@ -257,20 +256,15 @@ class Learner:
     @torch.no_grad()
     def _look(self, rollout: Rollout, anchors: Callable[[Part], Anchor]) -> Look:
         """Log-probs (and values) of the whole batch before the update."""
-        logp = torch.zeros(rollout.mask.shape, device=self.device)
-        ref_logp, values, kl = torch.zeros_like(logp), torch.zeros_like(logp), torch.zeros_like(logp)
+        seen = Look.empty(rollout, values=self.policy.value is not None)
         for piece in parts(rollout, torch.arange(len(rollout), device=self.device), self.config.optim.micro_batch):
             with self._autocast():
                 states = self.module(piece, values=self.policy.value is not None)
                 stats = self.policy.stats(piece, states.hidden, anchors(piece))
-            assert stats.ref_logp is not None, "the learner always has a reference"
-            assert stats.kl is not None, "and its exact KL"
-            piece.put(kl, stats.kl)
-            piece.put(logp, stats.logp)
-            piece.put(ref_logp, stats.ref_logp)
-            if states.values is not None:
-                piece.put(values, states.values)
-        return Look(logp, ref_logp, kl, values if self.policy.value is not None else None)
+            _keep(seen, piece, stats)
+            if states.values is not None and seen.values is not None:
+                piece.put(seen.values, states.values)
+        return seen
 
     @torch.no_grad()
     def _measure(self, rollout: Rollout, prepared: Prepared, anchors: Callable[[Part], Anchor]) -> float:
@@ -318,27 +312,26 @@ class Learner:
 
         return of
 
-    def _tally_kl(self, rollout: Rollout, prepared: Prepared, token_kl: Tensor, tally: Tally) -> None:
-        tally.add("kl", *sum_count(token_kl, prepared.counted, per=self.config.kl.per or "token"))
-        tally.add("kl/ref/exact", *sum_count(token_kl, prepared.counted))
+    def _tally_kl(self, rollout: Rollout, prepared: Prepared, seen: Look, tally: Tally) -> None:
+        counted = prepared.counted
+        tally.add("kl", *sum_count(seen.kl, counted, per=self.config.kl.per or "token"))
+        tally.add("kl/ref/exact", *sum_count(seen.kl, counted))
+        tally.add("kl/ref/k1", *sum_count(e.k1(seen.logp, seen.ref_logp), counted))
+        tally.add("kl/ref/k3", *sum_count(e.k3(seen.logp, seen.ref_logp, tail=self.config.kl.tail), counted))
+        known = counted & torch.isfinite(rollout.sampler_logp)
+        tally.add("kl/sampler/k1", *sum_count(rollout.sampler_logp - seen.logp, known))
         tally.add("sequences", torch.zeros(()), torch.tensor(len(rollout)))
 
     def _tally_losses(
-        self, piece: Part, counted: Tensor, stats: TokenStats, old: Tensor, pg: Tensor, price: Tensor, tally: Tally
+        self, counted: Tensor, stats: TokenStats, old: Tensor, pg: Tensor, price: Tensor, tally: Tally
     ) -> None:
-        assert stats.ref_logp is not None
         logp = stats.logp.detach()
         tally.add("loss/policy", pg.detach(), counted.sum())
         tally.add("loss/price", price.detach(), counted.sum())
         tally.add("policy/entropy", *sum_count(stats.entropy.detach(), counted))
-        tally.add("kl/ref/k1", *sum_count(e.k1(logp, stats.ref_logp), counted))
-        tally.add("kl/ref/k3", *sum_count(e.k3(logp, stats.ref_logp, tail=self.config.kl.tail), counted))
         low, high = self.config.algorithm.clip
         ratio = (logp - old).exp()
         tally.add("policy/clipped", *sum_count(((ratio < 1 - low) | (ratio > 1 + high)).float(), counted))
-        sampled = piece.of(self._sampler_logp)
-        known = counted & torch.isfinite(sampled)
-        tally.add("kl/sampler/k1", *sum_count(sampled - logp, known))
 
     # -- plumbing ---------------------------------------------------------------------------------------------------
 
@@ -391,23 +384,12 @@ class Learner:
         return self.config.optim.lr * self._factor(step)
 
 
-def _estimate(name: str, stats: TokenStats, old: Tensor, tail: float) -> Tensor:
-    """Per-token values of the configured estimator, differentiable."""
-    logp, ref = stats.logp, stats.ref_logp
-    assert ref is not None
-    if name == "exact":
-        assert stats.kl is not None
-        return stats.kl
-    if name.startswith("weighted_"):
-        kind = e.estimator(name.removeprefix("weighted_"))
-        return e.weighted(kind, logp, old, ref, tail=tail if kind in (e.k2, e.k3) else None)
-    if name.startswith("detached_weight_"):
-        return e.weighted(name.removeprefix("detached_weight_"), logp, old, ref, detach_weight=True, tail=tail)
-    if name.endswith("+"):
-        value = _estimate(name.removesuffix("+"), stats, old, tail)
-        return e.straight_through(value.detach(), e.k2(logp, ref, tail=tail))
-    kind = e.estimator(name)
-    return kind(logp, ref, tail=tail) if kind in (e.k2, e.k3) else kind(logp, ref)
+def _keep(into: Look, piece: Part, stats: TokenStats) -> None:
+    """What was seen of a part, in its place in the batch."""
+    assert stats.ref_logp is not None, "the learner always has a reference"
+    assert stats.kl is not None, "and its exact KL"
+    for whole, values in ((into.logp, stats.logp), (into.ref_logp, stats.ref_logp), (into.kl, stats.kl)):
+        piece.put(whole, values.detach())
 
 
 def _adamw(policy: Policy, config: TrainConfig) -> torch.optim.AdamW:

@@ -75,7 +75,7 @@ class Policy(nn.Module):
 
     def stats(self, part: Part, states: Tensor, reference: Anchor | None) -> TokenStats:
         """Log-probs, exact KL and entropy of the tokens of ``part`` at the sampling temperature."""
-        return _stats(self.head, states, part, reference, self.temperature)
+        return score(self.head, states, part, reference, self.temperature)
 
     @contextlib.contextmanager
     def without_adapter(self) -> Iterator[None]:
@@ -104,9 +104,10 @@ class Policy(nn.Module):
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
 
-def _stats(
+def score(
     head: HeadSpec | None, states: Tensor, part: Part, reference: Anchor | None, temperature: float
 ) -> TokenStats:
+    """Log-probs, exact KL and entropy of the tokens of ``part`` from one model's states against another's."""
     ref = None if reference is None else reference.states
     if head is None:
         return token_stats_from_logits(states, part.tokens, ref_logits=ref, mask=part.mask, temperature=temperature)

@@ -9,7 +9,7 @@ import math
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from klamp.clamp import snapshot
 from klamp.controllers import State
@@ -71,7 +71,10 @@ def _start_kl(learner: Learner, rollout: Rollout) -> float:
 
 
 def _pull(learner: Learner, rollout: Rollout) -> float:
-    """Norm of the price's gradient a little away from the reference, with rewards that say nothing."""
+    """Norm of the price's gradient a little away from the reference, with rewards that say nothing.
+
+    There the two must be apart: a fresh adapter is 0, so one that stays on in the reference shows only when it moves.
+    """
     model, steering = learner.policy.model, learner.steering
     saved, state = snapshot(model), steering.state
     generator = torch.Generator().manual_seed(mix(learner.config.seed, 7))
@@ -82,9 +85,12 @@ def _pull(learner: Learner, rollout: Rollout) -> float:
                 noise = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
                 p.add_(noise, alpha=0.02)
         anchors = learner._anchors(rollout)
-        look = learner._look(rollout, anchors) if needs_look(learner.config, False) else None
+        look = learner._look(rollout, anchors)
+        _apart(learner, look.kl, rollout.mask)
         nothing = Scored(torch.zeros(len(rollout)), torch.ones(len(rollout), dtype=torch.bool), {})
-        prepared = prepare(learner.config, rollout, nothing, look, 1.0, lambda x: x)
+        prepared = prepare(
+            learner.config, rollout, nothing, look if needs_look(learner.config, False) else None, 1.0, _own
+        )
         prepared = replace(prepared, returns=None)
         rows = torch.arange(len(rollout), device=learner.device)
         loss = learner.loss_of(rollout, rows, prepared, anchors)
@@ -96,6 +102,21 @@ def _pull(learner: Learner, rollout: Rollout) -> float:
             for name, p in model.named_parameters():
                 if name in saved:
                     p.copy_(saved[name])
+
+
+def _apart(learner: Learner, kl: Tensor, mask: Tensor) -> None:
+    total, count = sum_count(kl, mask)
+    mean, dtype = float(total / count.clamp(min=1)), next(learner.policy.model.parameters()).dtype
+    if not mean > SAME.get(dtype, 1e-4):
+        raise PreflightError(
+            f"the policy was moved and its reference {learner.reference.spec} moved along: they are {mean:.3g} nats "
+            "per token apart. The adapter is not off where the reference is computed, or both share their weights."
+        )
+
+
+def _own(x: Tensor) -> Tensor:
+    """This process alone: nothing to sum."""
+    return x
 
 
 def _few(rollout: Rollout) -> Rollout:

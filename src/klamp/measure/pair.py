@@ -1,0 +1,160 @@
+"""Two models to compare: a policy and a reference, in one model's memory where one is an adapter of the other.
+
+Each is a folder, a Hub id, a built-in name, or the folder of a LoRA adapter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from klamp import models
+from klamp.errors import ConfigError
+from klamp.kernels import head_of
+from klamp.train.batch import Part
+from klamp.train.policy import ADAPTER, Anchor, Policy
+
+REFERENCE = "klamp_reference"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Both models behind functions of a part."""
+
+    policy: Policy
+    tokenizer: Any
+    reference: Callable[[Part], Anchor]
+    shared: bool
+    """Both live in one model's memory."""
+    adapter_off: bool = False
+    """The policy is the base under the reference's adapter."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where both are."""
+        return next(self.policy.model.parameters()).device
+
+    @torch.no_grad()
+    def policy_states(self, part: Part) -> Anchor:
+        """The policy's states for a part."""
+        with self.policy.without_adapter() if self.adapter_off else contextlib.nullcontext():
+            return Anchor(self.policy(part).hidden, self.policy.head)
+
+
+def load_pair(
+    policy: str, reference: str, *, temperature: float, device: str, dtype: str, trust_remote_code: bool = False
+) -> Pair:
+    """Load both, sharing one base model where the names allow it; refuses two that do not speak the same tokens."""
+    names = {"policy": _described(policy), "reference": _described(reference)}
+    bases = {side: base for side, (base, _) in names.items()}
+    adapters = {side: adapter for side, (_, adapter) in names.items()}
+    tokenizers = {side: _tokenizer(base, adapters[side], trust_remote_code) for side, base in bases.items()}
+    same_tokens(tokenizers["policy"], tokenizers["reference"], policy, reference)
+
+    def load(name: str) -> Any:
+        chosen = None if dtype == "auto" else getattr(torch, dtype)
+        return models.load_model(name, dtype=chosen, device=device, trust_remote_code=trust_remote_code)
+
+    model = load(bases["policy"])
+    shared = bases["policy"] == bases["reference"]
+    if not any(adapters.values()) or not shared:
+        model = _with_adapter(model, adapters["policy"])
+        main = Policy(model, value_head=False, temperature=temperature, lora=adapters["policy"] is not None)
+        if shared:
+            return Pair(main, tokenizers["policy"], _itself(main), True)
+        other = _with_adapter(load(bases["reference"]), adapters["reference"])
+        same_vocabulary(model, other)
+        side = Policy(other.eval(), value_head=False, temperature=temperature, lora=False)
+        return Pair(main, tokenizers["policy"], _itself(side), False)
+    model = _with_adapter(model, adapters["policy"] or adapters["reference"])
+    main = Policy(model, value_head=False, temperature=temperature, lora=True)
+    if adapters["policy"] is None:
+        return Pair(main, tokenizers["policy"], _itself(main), True, adapter_off=True)
+    return Pair(main, tokenizers["policy"], _other_adapter(main, adapters["reference"]), True)
+
+
+def _other_adapter(main: Policy, adapter: Path | None) -> Callable[[Part], Anchor]:
+    """The reference inside the policy's own model: its base, or its second adapter."""
+    model: Any = main.model
+    if adapter is not None:
+        model.load_adapter(str(adapter), adapter_name=REFERENCE, is_trainable=False)
+        model.set_adapter(ADAPTER)
+
+    @torch.no_grad()
+    def states(part: Part) -> Anchor:
+        with main.without_adapter() if adapter is None else main.with_adapter(REFERENCE):
+            return Anchor(main(part).hidden, main.head)
+
+    return states
+
+
+def _itself(side: Policy) -> Callable[[Part], Anchor]:
+    @torch.no_grad()
+    def states(part: Part) -> Anchor:
+        return Anchor(side(part).hidden, side.head)
+
+    return states
+
+
+def _described(name: str) -> tuple[str, Path | None]:
+    """(base model, adapter folder or None) of what a name stands for."""
+    folder = Path(name)
+    config = folder / "adapter_config.json"
+    if not config.is_file():
+        return models.resolve(name), None
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise ConfigError(f"adapter {name!r} has no adapter_model.safetensors; pickled adapters are refused.")
+    try:
+        base = json.loads(config.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (ValueError, AttributeError):
+        raise ConfigError(f"adapter {name!r}: adapter_config.json cannot be read.") from None
+    if not base:
+        raise ConfigError(f"adapter {name!r} does not say which model it is for (base_model_name_or_path).")
+    return models.resolve(str(base)), folder
+
+
+def _tokenizer(base: str, adapter: Path | None, trust_remote_code: bool) -> Any:
+    return models.load_tokenizer(base, trust_remote_code=trust_remote_code)
+
+
+def _with_adapter(model: Any, adapter: Path | None) -> Any:
+    if adapter is None:
+        return model
+    from peft import PeftModel
+
+    try:
+        return PeftModel.from_pretrained(model, str(adapter), adapter_name=ADAPTER, is_trainable=False).eval()
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"adapter {str(adapter)!r} was not made for this base model: {str(error).splitlines()[0]}"
+        ) from None
+
+
+def same_tokens(ours: Any, theirs: Any, policy: str, reference: str) -> None:
+    """Refuse tokenizers that differ, saying in what: a KL compares distributions over the same tokens."""
+    a, b = ours.get_vocab(), theirs.get_vocab()
+    if a == b:
+        return
+    if len(a) != len(b):
+        what = f"{len(a)} and {len(b)} tokens"
+    else:
+        token = next(t for t in a if b.get(t) != a[t])
+        what = f"token {token!r} is {a[token]} in one and {b.get(token, 'missing')} in the other"
+    raise ConfigError(
+        f"policy {policy!r} and reference {reference!r} have different tokenizers ({what}). A KL compares "
+        "distributions over the same tokens; choose models of one family."
+    )
+
+
+def same_vocabulary(model: Any, other: Any) -> None:
+    """Refuse heads of different width."""
+    heads = [head_of(m) for m in (model, other)]
+    sizes = [m.config.vocab_size if h is None else len(h.weight) for m, h in zip((model, other), heads, strict=True)]
+    if sizes[0] != sizes[1]:
+        raise ConfigError(f"the policy's head has {sizes[0]} tokens, the reference's {sizes[1]}. Choose one family.")

@@ -1,0 +1,327 @@
+"""``measure_kl``: how far is this model from that one, and where?
+
+Blocks of prompts stream through both models in bounded memory. Each block's records are appended to ``parts-R.jsonl``
+of process R and synced, so an interrupted measurement goes on where it stopped, and several processes share the work.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from klamp import models
+from klamp.errors import ConfigError, require_number
+from klamp.measure.figures import Estimate, Figures, total
+from klamp.measure.pair import Pair, load_pair
+from klamp.measure.score import given, records, token_map
+from klamp.train.batch import Rollout
+from klamp.train.config import RolloutConfig
+from klamp.train.data import mix
+from klamp.train.rollouts import Sampler, context_of
+from klamp.train.runs import atomic_text, read_jsonl
+
+MAPPED = 6
+"""Prompts whose tokens are shown one by one: those that drifted most."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What makes a measurement the same measurement."""
+
+    policy: str
+    reference: str
+    prompts: int
+    max_tokens: int
+    samples: int
+    temperature: float
+    batch: int
+    seed: int
+    chat: bool | None
+    given: bool
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How far the policy is from the reference. Means are per token unless their name says otherwise."""
+
+    kl: Estimate
+    """Exact KL(policy‖reference), nats per token."""
+    forward_kl: Estimate
+    """Exact KL(reference‖policy), nats per token, on the policy's prefixes."""
+    kl_per_sequence: Estimate
+    k1: Estimate
+    k1_per_sequence: Estimate
+    k3: Estimate
+    entropy: Estimate
+    reference_entropy: Estimate
+    sampler_gap: Estimate | None
+    """Mean of log-prob when sampled minus log-prob when scored; None for given completions."""
+    noise_floor: Estimate
+    """KL of the policy against itself through the same path in other batches: what rounding alone reads as."""
+    by_position: list[float]
+    top_tokens: list[dict[str, Any]]
+    top_prompts: list[dict[str, Any]]
+    tokens: int
+    sequences: int
+    prompts: int
+    settings: Settings
+    maps: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def below_floor(self) -> bool:
+        """Whether the KL cannot be told from rounding."""
+        return self.kl.mean <= self.noise_floor.high if math.isfinite(self.noise_floor.high) else False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {**asdict(self), "below_floor": self.below_floor}
+
+    def to_json(self, path: str | Path) -> None:
+        """Write every figure as JSON."""
+        atomic_text(Path(path), json.dumps(_finite(self.to_dict()), indent=1, ensure_ascii=False))
+
+    def to_html(self, path: str | Path) -> None:
+        """Write the page with the map of tokens."""
+        from klamp.measure.page import page
+
+        atomic_text(Path(path), page(self))
+
+
+def measure_kl(
+    policy: str,
+    reference: str,
+    prompts: Sequence[str],
+    *,
+    completions: Sequence[str] | None = None,
+    max_tokens: int = 64,
+    samples: int = 1,
+    temperature: float = 1.0,
+    batch: int = 32,
+    seed: int = 0,
+    chat: bool | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    out: str | Path | None = None,
+    maps: bool = True,
+    trust_remote_code: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Measurement:
+    """Exact KL(policy‖reference) and KL(reference‖policy) over prompts, with intervals, positions and a noise floor.
+
+    Both are a folder, a Hub id, a built-in name or a LoRA adapter's folder. Completions are sampled from the policy
+    unless given. ``out`` keeps the records in a folder and goes on from them when interrupted.
+    """
+    settings = Settings(
+        policy, reference, len(prompts), max_tokens, samples, temperature, batch, seed, chat, completions is not None
+    )
+    _check(settings, prompts, completions)
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    chosen = _device(device)
+    pair = load_pair(
+        policy, reference, temperature=temperature, device=chosen, dtype=dtype, trust_remote_code=trust_remote_code
+    )
+    source = _Source(pair, settings, list(prompts), None if completions is None else list(completions))
+    store = Store(Path(out) if out is not None else None, settings, rank)
+    blocks = range(0, len(prompts), batch)
+    mine = [b for i, b in enumerate(blocks) if i % ranks == rank and b not in store.done]
+    for n, block in enumerate(mine):
+        store.add(block, records(pair, source.rollout(block), block, source.samples, floor=True))
+        if progress is not None:
+            progress(n + 1, len(mine))
+    figures = total(store.everything(len(blocks), ranks))
+    shown = _maps(source, figures) if maps and rank == 0 else []
+    return _measurement(figures, settings, shown)
+
+
+def _measurement(figures: Figures, settings: Settings, maps: list[dict[str, Any]]) -> Measurement:
+    token = {name: ratio.estimate() for name, ratio in figures.per_token.items()}
+    return Measurement(
+        kl=token["kl"],
+        forward_kl=token["forward_kl"],
+        kl_per_sequence=figures.per_sequence["kl"].estimate(),
+        k1=token["k1"],
+        k1_per_sequence=figures.per_sequence["k1"].estimate(),
+        k3=token["k3"],
+        entropy=token["entropy"],
+        reference_entropy=token["ref_entropy"],
+        sampler_gap=token["gap"] if figures.per_token["gap"].count else None,
+        noise_floor=figures.floor.estimate(),
+        by_position=figures.by_position(),
+        top_tokens=figures.most_drifted("tokens"),
+        top_prompts=figures.most_drifted("prompts"),
+        tokens=figures.tokens,
+        sequences=figures.sequences,
+        prompts=settings.prompts,
+        settings=settings,
+        maps=maps,
+    )
+
+
+class _Source:
+    """The completions of any block of prompts: sampled by seed and block, or given."""
+
+    def __init__(self, pair: Pair, settings: Settings, prompts: list[str], completions: list[str] | None) -> None:
+        self.pair, self.settings, self.prompts, self.completions = pair, settings, prompts, completions
+        self.samples = 1 if completions is not None else settings.samples
+        self.context = context_of(pair.policy.model)
+        config = RolloutConfig(
+            group_size=self.samples, max_tokens=settings.max_tokens, temperature=settings.temperature
+        )
+        self.sampler: Sampler | None = None
+        if completions is None:
+            self.sampler = Sampler(pair.policy, pair.tokenizer, config, self.context)
+            if not pair.adapter_off:  # the sampler's buffers start as the base
+                self.sampler.refresh()
+
+    def rollout(self, block: int) -> Rollout:
+        """Prompts ``block`` to ``block + batch`` with their completions."""
+        span = slice(block, block + self.settings.batch)
+        texts = self.prompts[span]
+        ids = models.encode_prompts(self.pair.tokenizer, texts, chat=self.settings.chat)
+        self._fits(ids, block)
+        if self.sampler is None:
+            assert self.completions is not None
+            return given(self.pair, ids, texts, self.completions[span])
+        generator = torch.Generator(self.pair.device).manual_seed(mix(self.settings.seed, block, 3))
+        return self.sampler.sample(ids, texts, generator)
+
+    def _fits(self, ids: list[list[int]], block: int) -> None:
+        room = None if self.context is None else self.context - self.settings.max_tokens
+        for n, row in enumerate(ids):
+            if room is not None and len(row) > room:
+                raise ConfigError(
+                    f"prompt {block + n + 1} has {len(row)} tokens; with max_tokens={self.settings.max_tokens} the "
+                    f"context of {self.context} leaves room for {room}. Shorten it."
+                )
+
+
+def _maps(source: _Source, figures: Figures) -> list[dict[str, Any]]:
+    """Token maps of the prompts that drifted most; their blocks are drawn again, which gives the same tokens."""
+    shown = []
+    for item in figures.most_drifted("prompts")[:MAPPED]:
+        block = item["prompt"] // source.settings.batch * source.settings.batch
+        rollout = source.rollout(block)
+        row = (item["prompt"] - block) * source.samples
+        shown.append({"prompt": item["text"], "kl": item["kl"], "tokens": token_map(source.pair, rollout, row)})
+    return shown
+
+
+class Store:
+    """Records on disk, block by block, or in memory when there is no folder."""
+
+    def __init__(self, folder: Path | None, settings: Settings, rank: int) -> None:
+        self.folder, self.memory = folder, []  # type: ignore[var-annotated]
+        self.done: set[int] = set()
+        if folder is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        self._claim(folder, settings)
+        self.file = folder / f"parts-{rank}.jsonl"
+        for line in self._lines():
+            self.done.add(int(line["block"]))
+
+    def add(self, block: int, found: list[dict[str, Any]]) -> None:
+        """Keep the records of a block; on disk before this returns."""
+        if self.folder is None:
+            self.memory.append({"block": block, "records": found})
+            return
+        with self.file.open("ab") as handle:
+            handle.write((json.dumps({"block": block, "records": found}, ensure_ascii=False) + "\n").encode())
+            handle.flush()
+            os.fsync(handle.fileno())
+
+    def everything(self, blocks: int, ranks: int) -> Iterator[dict[str, Any]]:
+        """All records in the order of their blocks, once every process has written its own."""
+        if self.folder is None:
+            if ranks > 1:
+                raise ConfigError("several processes share a measurement through a folder. Give out= (or --out).")
+            lines: list[dict[str, Any]] = self.memory
+            yield from (r for line in lines for r in line["records"])
+            return
+        index = self._wait(blocks)
+        for _, (file, offset) in sorted(index.items()):
+            with file.open("rb") as handle:
+                handle.seek(offset)
+                yield from json.loads(handle.readline())["records"]
+
+    def _wait(self, blocks: int, patience: float = 3600.0) -> dict[int, tuple[Path, int]]:
+        """Where each block lies; waits for the other processes."""
+        import time
+
+        begun = time.monotonic()
+        while len(index := self._index()) < blocks:
+            if time.monotonic() - begun > patience:
+                raise ConfigError(f"only {len(index)} of {blocks} blocks arrived in {self.folder}. Run it again.")
+            time.sleep(0.5)
+        return index
+
+    def _index(self) -> dict[int, tuple[Path, int]]:
+        index: dict[int, tuple[Path, int]] = {}
+        assert self.folder is not None
+        for file in sorted(self.folder.glob("parts-*.jsonl")):
+            offset = 0
+            with file.open("rb") as handle:
+                for raw in handle:
+                    if raw.endswith(b"\n"):
+                        index.setdefault(int(json.loads(raw)["block"]), (file, offset))
+                    offset += len(raw)
+        return index
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        """This process's whole lines; a torn last one is cut off. Blocks of other processes count as done too."""
+        assert self.folder is not None
+        for file in sorted(self.folder.glob("parts-*.jsonl")):
+            if file == self.file:
+                keep = sum(len(raw) for raw in file.open("rb") if raw.endswith(b"\n"))
+                with file.open("rb+") as handle:
+                    handle.truncate(keep)
+            yield from read_jsonl(file)
+
+    def _claim(self, folder: Path, settings: Settings) -> None:
+        file = folder / "settings.json"
+        wanted = asdict(settings)
+        if file.is_file():
+            saved = json.loads(file.read_text(encoding="utf-8"))
+            different = sorted(k for k in wanted if saved.get(k) != wanted[k])
+            if different:
+                raise ConfigError(
+                    f"{str(folder)!r} holds another measurement; {', '.join(different)} differ. Choose another --out."
+                )
+            return
+        atomic_text(file, json.dumps(wanted, indent=1, ensure_ascii=False))
+
+
+def _check(settings: Settings, prompts: Sequence[str], completions: Sequence[str] | None) -> None:
+    for name in ("max_tokens", "samples", "batch"):
+        require_number(name, getattr(settings, name), at_least=1, way_out="It is a count.")
+    require_number("temperature", settings.temperature, above=0, way_out="1.0 samples the model itself.")
+    if not prompts:
+        raise ConfigError("prompts is empty. Give at least one.")
+    for n, prompt in enumerate(prompts):
+        if not isinstance(prompt, str) or not prompt:
+            raise ConfigError(f"prompt {n + 1} must be a non-empty string, got {prompt!r}.")
+    if completions is not None and len(completions) != len(prompts):
+        raise ConfigError(f"{len(completions)} completions for {len(prompts)} prompts. Give one each, in order.")
+
+
+def _device(device: str) -> str:
+    if device != "auto":
+        return device
+    local = os.environ.get("LOCAL_RANK")
+    return "cpu" if not torch.cuda.is_available() else "cuda" if local is None else f"cuda:{local}"
+
+
+def _finite(x: Any) -> Any:
+    """JSON has no infinity: an interval that is not known is null."""
+    if isinstance(x, dict):
+        return {k: _finite(v) for k, v in x.items()}
+    if isinstance(x, list | tuple):
+        return [_finite(v) for v in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
