@@ -22,7 +22,7 @@ import re
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,8 @@ class Plan:
 
     reviews: int = 260_000
     batch: int = 4096
+    batches: int = 39
+    """How many of the batches of reviews, drawn at random, are sampled: 39 give 2.6M tokens in two minutes."""
     new_tokens: int = 32
     temperature: float = 0.8
     top_k: int = 64
@@ -107,11 +109,12 @@ class Plan:
     layers: int = 4
     heads: int = 4
     intermediate: int = 352
-    steps: int = 6_000
+    steps: int = 2_500
+    """Twelve epochs; 6,000 steps (29 epochs) overfit: held-out perplexity 9.0 at step 3,500, 9.9 at the end."""
     rows: int = 512
     learning_rate: float = 4e-3
     warmup: int = 200
-    weight_decay: float = 0.05
+    weight_decay: float = 0.1
 
 
 SMALL = Plan(reviews=48, batch=48, new_tokens=24, heldout=8, vocab=384, steps=20, rows=16, warmup=5)
@@ -183,8 +186,8 @@ def sentence_ends(tokenizer: Any) -> Tensor:
     return torch.tensor([i in special or "\n" in p or p.strip()[-1:] in {".", "!", "?"} for i, p in enumerate(pieces)])
 
 
-def sample(plan: Plan, seed: int, *, teacher: str, device: str, seconds: float) -> list[str]:
-    """Raw reviews from the teacher, opening and continuation joined; no new batch begins after ``seconds``."""
+def sample(plan: Plan, seed: int, *, teacher: str, device: str) -> list[str]:
+    """Raw reviews from the teacher, opening and continuation joined."""
     model, tokenizer = load_teacher(teacher, device)
     asked = requests(plan, seed)
     generator = torch.Generator(device).manual_seed(seed)
@@ -192,14 +195,12 @@ def sample(plan: Plan, seed: int, *, teacher: str, device: str, seconds: float) 
     began = time.perf_counter()
     starts = list(range(0, len(asked), plan.batch))
     random.Random(seed).shuffle(starts)
-    for start in starts:
-        if time.perf_counter() - began > seconds:
-            break
+    for start in starts[: plan.batches]:
         pairs = asked[start : start + plan.batch]
         texts = [chat(tokenizer, wording) + opening for wording, opening in pairs]
         made = continue_batch(model, tokenizer, texts, plan, generator)
         raw += [opening + more for (_, opening), more in zip(pairs, made, strict=True)]
-        print(f"sampled {len(raw):,} of {len(asked):,} reviews, {time.perf_counter() - began:.0f} s", flush=True)
+        print(f"sampled {len(raw):,} reviews, {time.perf_counter() - began:.0f} s", flush=True)
     return raw
 
 
@@ -410,15 +411,14 @@ def main() -> None:
     parser.add_argument("--teacher", default="smollm2", help="SmolLM2-135M-Instruct: a folder or the built-in name")
     parser.add_argument("--corpus", type=Path, help="corpus.txt.gz of an earlier run, instead of sampling")
     parser.add_argument("--small", action="store_true", help="a few sentences and steps, for one CPU core")
-    parser.add_argument("--steps", type=int, help="training steps, instead of the plan's")
-    parser.add_argument("--reviews", type=int, help="reviews asked for, instead of the plan's")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no new batch of reviews after this")
+    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=NUMBER", help="change the plan, e.g. steps=3000")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     plan = SMALL if args.small else Plan()
-    changed = {k: v for k, v in {"steps": args.steps, "reviews": args.reviews}.items() if v is not None}
-    make(Plan(**(vars(plan) | changed)), args)
+    changed = dict(part.split("=", 1) for part in args.set)
+    numbers = {field: type(vars(plan)[field])(value) for field, value in changed.items()}
+    make(replace(plan, **numbers), args)
 
 
 def make(plan: Plan, args: argparse.Namespace) -> None:
@@ -428,7 +428,7 @@ def make(plan: Plan, args: argparse.Namespace) -> None:
     if args.corpus:
         sentences = read_corpus(args.corpus)
     else:
-        sentences = clean(sample(plan, args.seed, teacher=args.teacher, device=args.device, seconds=args.seconds))
+        sentences = clean(sample(plan, args.seed, teacher=args.teacher, device=args.device))
         with gzip.open(args.out / "corpus.txt.gz", "wt", encoding="utf-8") as file:
             file.write("\n".join(sentences))
     print(f"corpus: {len(sentences):,} clean sentences, {time.perf_counter() - began:.0f} s", flush=True)

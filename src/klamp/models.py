@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import re
@@ -270,9 +271,11 @@ def _convert(gguf: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     # Newer transformers keep GGUF blocks as they are unless told; older ones always unpack and know no such setting.
-    unpack = {"quantization_config": transformers.GgufConfig(dequantize=True)} if _has_gguf_config() else {}
+    setting = getattr(transformers, "GgufConfig", None)
+    unpack = {"quantization_config": setting(dequantize=True)} if setting else {}
     try:
-        with _quiet(True):
+        # transformers' own bars for this go to stderr whatever its settings say.
+        with _quiet(True), contextlib.redirect_stderr(io.StringIO()):
             model: Any = AutoModelForCausalLM.from_pretrained(
                 gguf.parent, gguf_file=gguf.name, dtype=torch.float32, **unpack
             )
@@ -287,14 +290,6 @@ def _convert(gguf: Path, target: Path) -> None:
     (target / "source.json").write_text(json.dumps(source) + "\n")
 
 
-def _has_gguf_config() -> bool:
-    try:
-        from transformers import GgufConfig  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
 def _check_chat(folder: Path) -> None:
     """SmolLM2 pads and ends with ``<|im_end|>`` and has its chat template, whichever way it came."""
     from transformers import AutoTokenizer
@@ -306,8 +301,10 @@ def _check_chat(folder: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
+    """On disk before the rename, and readable to whoever shares the cache."""
     for path in folder.iterdir():
         if path.is_file():
+            path.chmod(0o644)
             with path.open("rb+") as file:
                 os.fsync(file.fileno())
 
@@ -394,9 +391,11 @@ def _steps(title: str, total: int) -> Iterator[Any]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    console = Console(stderr=True)
+    console = Console(file=sys.stderr)
     columns = (TextColumn(f"{title}: {{task.description}}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    progress = Progress(*columns, console=console, transient=True, redirect_stderr=False, redirect_stdout=False)
+    progress.disable = not console.is_terminal
+    with progress:
         task = progress.add_task("", total=total)
 
         def begin(description: str) -> None:
