@@ -152,6 +152,11 @@ def test_weights_skip_the_tools_token_and_exclude_the_present_one() -> None:
     future = torch.stack([w[2] + w[3], torch.zeros_like(w[0]), w[3], torch.zeros_like(w[0])])
     assert torch.allclose(parts.advantage[0], -2 * future / ratio, rtol=1e-12)
     assert not parts.advantage.requires_grad
+    known = torch.tensor([[5.0, NAN, 7.0, 9.0]], dtype=torch.float64)
+    less = klamp.sequence_exact(
+        torch.ones_like(log_w), 2.0, mask, logp=log_w, old_logp=torch.zeros_like(log_w), baseline=known
+    )
+    assert torch.allclose(less.advantage - parts.advantage, 2 * w * known.nan_to_num(0.0), rtol=1e-12)
 
 
 @pytest.mark.parametrize("count", [2, 3])
