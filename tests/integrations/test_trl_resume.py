@@ -38,24 +38,24 @@ def weights(t: Any) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in t.model.parameters() if p.requires_grad])
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"restore_callback_states_from_checkpoint": True},
-        {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
-        {"lora": False, "learning_rate": 5e-3},
-        {"kind": "RLOO"},
-        {"trainer_class": KlampGRPOTrainer},
-    ],
-    ids=["lora", "restored callbacks", "accumulation", "full", "rloo", "exact"],
-)
+SLOW = pytest.mark.slow
+ACCUMULATED = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+RUNS = [
+    pytest.param({}, id="lora"),
+    pytest.param({"kind": "RLOO"}, id="rloo"),
+    pytest.param({"restore_callback_states_from_checkpoint": True}, id="restored callbacks"),
+    pytest.param(ACCUMULATED, id="accumulation", marks=SLOW),
+    pytest.param({"lora": False, "learning_rate": 5e-3}, id="full", marks=SLOW),
+    pytest.param({"trainer_class": KlampGRPOTrainer}, id="exact", marks=SLOW),
+]
+
+
+@pytest.mark.parametrize("settings", RUNS)
 def test_resumed_is_uninterrupted(trainer: Make, tmp_path: Path, settings: dict[str, Any]) -> None:
     often = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, **settings}
     hold = Hold(target=0.4, per="sequence") if settings.get("kind") == "RLOO" else HOLD
-    clamp = True
-    whole, one = run(trainer(out=tmp_path / "a", **often), hold, clamp=clamp)
-    again, two = run(trainer(out=tmp_path / "b", **often), hold, str(tmp_path / "a" / "checkpoint-3"), clamp=clamp)
+    whole, one = run(trainer(out=tmp_path / "a", **often), hold, clamp=True)
+    again, two = run(trainer(out=tmp_path / "b", **often), hold, str(tmp_path / "a" / "checkpoint-3"), clamp=True)
     assert rows(again) == rows(whole)
     assert torch.equal(weights(again), weights(whole))
     assert two.state_dict() == one.state_dict()
@@ -70,8 +70,8 @@ def test_the_state_is_plain_json_in_trainer_state(trainer: Make, tmp_path: Path)
 
 def test_a_checkpoint_of_another_controller_or_unit_is_refused(trainer: Make, tmp_path: Path) -> None:
     run(trainer(out=tmp_path / "a", save_strategy="steps", save_steps=2, max_steps=2))
+    ziegler = Ziegler(target=0.05, per="token")
     with pytest.raises(ConfigError, match="holds the HoldState of another controller than Ziegler"):
-        ziegler = Ziegler(target=0.05, per="token")
         run(trainer(out=tmp_path / "b"), ziegler, str(tmp_path / "a" / "checkpoint-2"))
     with pytest.raises(ConfigError, match="steered per token, this controller is per sequence"):
         run(trainer(out=tmp_path / "b"), Hold(target=0.4, per="sequence"), str(tmp_path / "a" / "checkpoint-2"))

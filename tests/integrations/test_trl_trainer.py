@@ -14,7 +14,9 @@ from klamp.integrations.trl_tokens import counted, text_of
 
 Make = Callable[..., Any]
 TRL_OWN = {"trainer_class": KlampGRPOTrainer, "trainer_kwargs": {"estimator": "weighted_k3", "placement": "in_loss"}}
-LOSSES = ["dapo", "grpo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo"]
+# One of each way to reduce in the fast set, the others with the slow ones.
+LOSSES = ["dapo", "grpo", "dr_grpo", *(pytest.param(x, marks=pytest.mark.slow) for x in ("bnpo", "luspo"))]
+LOSSES += [pytest.param(x, marks=pytest.mark.slow) for x in ("cispo", "sapo", "vespo")]
 
 
 def run(t: Any) -> dict[str, Any]:

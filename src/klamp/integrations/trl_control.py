@@ -33,6 +33,10 @@ SAVED = "klamp.KLControl"
 LIMIT = 1.1
 """The clamp's limit in targets, unless given: half of the band's upper side is left to the noise of the next batch."""
 
+NEAR = 0.75
+"""Pairs of own and fresh KL count from this share of the limit on. On the way up a step's own part is most of KL, so
+the ratio is far below what it is at the limit, and the clamp would let KL through there."""
+
 MOVED = 1e-4
 """Until KL has passed this share of the target the policy still is the reference, and a price has nothing to act on."""
 
@@ -169,7 +173,7 @@ class KLControl(TrainerCallback):
         """Measure on the step's own tokens and scale until KL is under the limit that keeps fresh KL under its own."""
         if self._own is None or self._scaler is None:
             return None
-        if kl is not None and self._fresh:
+        if kl is not None and self._fresh and self.own_kl > NEAR * self.limit:
             self.gap_state = self.gap.update(self.gap_state, kl, self.own_kl)
         result = clamp_kl(self._own.on(batches), self._scaler, self.gap.limit(self.gap_state, self.limit))
         self._own.on(())
