@@ -19,7 +19,7 @@ LAYERS = [
     {"estimators", "controllers", "placements", "clamp", "objectives", "kernels"},
     {"compat", "audit", "monitor", "models", "references"},
     {"train"},
-    {"local_backend", "integrations", "measure", "experiments", "report"},
+    {"local_backend", "local", "integrations", "measure", "experiments", "report"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -28,14 +28,14 @@ BESIDE = {
     ("placements", "estimators"),
     ("kernels", "estimators"),  # the specification of a kernel's KL terms is the estimator itself
     ("references", "models"),
-    ("local_backend", "experiments"),
+    ("local_backend", "local"),
     ("experiments", "measure"),
     ("report", "experiments"),
     ("experiments", "report"),
 }
 """Imports inside one layer that are meant."""
 HOMES = {
-    "accelerate": ("train/", "measure.py"),
+    "accelerate": ("train/", "measure"),
     "triton": ("kernels/fused",),
     "trl": ("integrations/trl",),
 }
