@@ -89,10 +89,7 @@ class Learner:
         sums = tally.totals()
         kl = sums.mean("kl")
         self.steering.fresh(kl)
-        began = kl if origin is not None else 0.0
-        clamped = self.steering.clamp(
-            lambda: self._measure(rollout, prepared, anchors), self._scaler(origin), origin_kl=began
-        )
+        clamped = self._clamp(origin, kl, lambda: self._measure(rollout, prepared, anchors))
         return self._conclude(step, rollout, scored, sums, kl, clamped, seen.kl, prepared)
 
     def _conclude(
@@ -334,6 +331,12 @@ class Learner:
         tally.add("policy/clipped", *sum_count(((ratio < 1 - low) | (ratio > 1 + high)).float(), counted))
 
     # -- plumbing ---------------------------------------------------------------------------------------------------
+
+    def _clamp(self, origin: dict[str, Tensor] | None, kl: float, measure: Callable[[], float]) -> Clamped | None:
+        """Hold KL under its limit; a step that is backtracked began at ``kl``, not at the reference."""
+        if self.config.kl.clamp_limit is None:
+            return None
+        return self.steering.clamp(measure, self._scaler(origin), origin_kl=0.0 if origin is None else kl)
 
     def _scaler(self, origin: dict[str, Tensor] | None) -> Callable[[float], None]:
         if isinstance(self.reference, AdapterOff):

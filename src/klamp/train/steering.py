@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any
@@ -60,8 +61,11 @@ class Steering:
         limit = self.config.clamp_limit
         if limit is None:
             return None
-        own = max(self.gap.limit(self.gap_state, limit), origin_kl)
-        result = clamp_kl(measure, scale, own, origin_kl=origin_kl)
+        own = self.gap.limit(self.gap_state, limit)
+        if origin_kl >= own:
+            result = no_farther(measure, scale, origin_kl)
+        else:
+            result = clamp_kl(measure, scale, own, origin_kl=origin_kl)
         self.own = result.kl_after
         return result
 
@@ -116,3 +120,19 @@ def described(controller: Controller) -> str:
     values = {f.name: getattr(controller, f.name) for f in known}
     plain = [f"{n}={v!r}" for n, v in values.items() if v is None or isinstance(v, int | float | str | tuple | list)]
     return f"{type(controller).__name__}({', '.join(plain)})"
+
+
+def no_farther(
+    measure: Callable[[], float], scale: Callable[[float], None], began: float, halvings: int = 4
+) -> Clamped:
+    """Halve a step until KL is no higher than where it began; undo it when that does not do."""
+    before = kl = measure()
+    total, rounds = 1.0, 0
+    while kl > began and rounds < halvings:
+        scale(0.5)
+        total, rounds, kl = total / 2, rounds + 1, measure()
+    effort = -math.log(total)
+    if not kl <= began:  # also where it cannot be measured
+        scale(0.0)
+        total, kl = 0.0, began
+    return Clamped(before, kl, total, effort, rounds, held=math.isfinite(before))
