@@ -193,7 +193,7 @@ def _ops(hidden: Tensor) -> Ops:
     """The kernels for these hidden states. float64 is eager's alone: it is there to check the others."""
     if backend(hidden.device) == "eager" or hidden.dtype == torch.float64:
         return cast(Ops, eager)
-    return cast(Ops, importlib.import_module("klamp.kernels.fused"))
+    return cast(Ops, importlib.import_module("klamp.kernels.launch"))
 
 
 def _work(

@@ -71,6 +71,11 @@ def loss_gradient(
     return loss, chunk.stats
 
 
+def scale(source: Tensor, factor: Tensor, out: Tensor) -> None:
+    """``factor · source`` into ``out``, of another dtype maybe."""
+    torch.mul(source, factor, out=out)
+
+
 def price(stats: RowStats, terms: Terms) -> tuple[Tensor, Upstream]:
     """The loss of each row and its derivatives in logp and kl, by autograd over :func:`token_loss`."""
     with torch.enable_grad():
@@ -125,12 +130,6 @@ def expand(x: Tensor, ref: Tensor | None, tokens: Tensor, scaling: Scaling) -> E
     lse = z.gather(1, at).squeeze(1) - picked
     p = torch.exp(logp, out=z)
     entropy = -dot(p, logp)
-    excluded = None
-    if bool(torch.isnan(entropy).any()):
-        # A token the policy excludes (logit -inf) adds nothing to any sum; 0 · inf would say NaN.
-        excluded = logp == -torch.inf
-        logp.masked_fill_(excluded, 0)
-        entropy = -dot(p, logp)
     if ref is None:
         return Expanded(p, logp, None, RowStats(picked, None, None, entropy, lse, None))
     zr = scaled(ref, scaling)
@@ -138,8 +137,6 @@ def expand(x: Tensor, ref: Tensor | None, tokens: Tensor, scaling: Scaling) -> E
     ref_picked = ref_logp.gather(1, at).squeeze(1)
     ref_lse = zr.gather(1, at).squeeze(1) - ref_picked
     d = torch.sub(logp, ref_logp, out=zr)
-    if excluded is not None:
-        d.masked_fill_(excluded, 0)
     kl = dot(p, d)
     return Expanded(p, logp, d, RowStats(picked, ref_picked, kl.clamp(min=0), entropy, lse, ref_lse))
 

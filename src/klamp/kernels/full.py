@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from klamp.errors import ConfigError
-from klamp.kernels.work import Ops, RowStats, Scaling, TokenStats, Upstream, check_tokens, counted
+from klamp.kernels.work import Ops, RowStats, Scaling, TokenStats, Upstream, check_tokens, counted, lowest
 
 # Rows copied at a time: enough to fill a GPU, few enough to be nothing beside the logits.
 CHUNK = 256
@@ -97,6 +97,7 @@ class FromLogits(torch.autograd.Function):
 
 
 def _pick(logits: Tensor, ref: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Copies of some rows, in one dtype: the kernels write over what they are given."""
-    z = logits.index_select(0, rows)
-    return z, None if ref is None else ref.index_select(0, rows).to(z.dtype)
+    """Copies of some rows, in one dtype and finite: the kernels write over what they are given."""
+    low = lowest(logits.dtype)
+    z = logits.index_select(0, rows).clamp_(min=low)
+    return z, None if ref is None else ref.index_select(0, rows).to(z.dtype).clamp_(min=low)

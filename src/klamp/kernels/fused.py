@@ -1,45 +1,40 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, index"
-"""The kernels of :mod:`~klamp.kernels.eager` in Triton: logits are read once and written once, whatever the loss.
+"""The kernels of :mod:`~klamp.kernels.eager` in Triton: logits leave memory once and return once, whatever the loss.
 
 Matrix products stay with cuBLAS. For a row of logits z and reference logits y, over slices of the vocabulary::
 
-    m = max z    s = Σ e^(z-m)    h = Σ e^(z-m) (z-m)    u = Σ e^(z-m) (z-y)    and m', s' of y
-    lse = m + log s      kl = u/s - (lse - lse')      entropy = log s - h/s
+    m = max z    s = Σ 2^(z-m)    h = Σ 2^(z-m) (z-m)    u = Σ 2^(z-m) (z-y)    and n, t: the m, s of y
+    lse = m + log s      kl = u/s - (lse - lse')      entropy = log s - h/s      (z in units of log 2)
 
-A loss is one pass (:func:`_one_pass`): every slice of a row stays in the registers of its program, which publishes its
-partial sums, waits for those of the row's other slices, and writes the gradient over the logits. The partial sums are
-combined in the order of the slices, so results repeat to the bit. No number that steers is a compile-time constant.
+A loss is one pass (:func:`_one_pass`): a program takes a slice of a row, publishes its partial sums, waits for those of
+the row's other slices, and writes the gradient over its logits, which it finds again in the second-level cache. Partial
+sums are combined in the order of the slices, so results repeat to the bit. No number that steers is a compile-time
+constant. :mod:`~klamp.kernels.launch` starts these kernels.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from klamp.errors import ConfigError
-from klamp.kernels.work import Plan, RowStats, Scaling, Terms, Upstream, Work
-
-# Bytes of logits at a time, policy and reference together.
-BUDGET = 512 * 2**20
-# Columns a program holds in registers, and its warps: 32 values a thread of each model.
-SLICE, WARPS = 8192, 8
-# Columns a program takes at a time where it walks along a row.
-STEP = 4096
-LOWEST = tl.constexpr(-1.0e18)  # below every logit; finite, and its square too: no NaN outside the vocabulary
+LOWEST = tl.constexpr(-1.0e18)  # below every logit; finite, and its square too
 LOG2E = tl.constexpr(1.4426950408889634)
-FORM = {None: 0, "k2": 1, "k3": 2, "weighted_k3": 3, "exact": 4, "sequence_exact": 4}
+LN2 = tl.constexpr(0.6931471805599453)
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether the kernels run in Triton's interpreter, one program after another: then none may wait for another."""
 
 
 @triton.jit
-def _logits(ptr, at, valid, gain, cap, CAPPED: tl.constexpr):
-    """Scaled logits in float32, LOWEST outside the vocabulary. gain is scale/T; capped scale/softcap, cap softcap/T."""
-    x = tl.load(ptr + at, mask=valid, other=0.0).to(tl.float32) * gain
+def _logits(ptr, at, stride, rate, cap, CAPPED: tl.constexpr):
+    """Logits x in float32 before scaling; soft-capped ones after it.
+
+    Loads are masked by the row's stride, which the compiler knows to be a multiple of 16, and so stay 16 bytes wide:
+    a mask by the vocabulary, of which it knows nothing, would make every load two bytes. Padding is ours to read.
+    """
+    x = tl.load(ptr + at, mask=at < stride, other=0.0).to(tl.float32)
     if CAPPED:
-        x = cap * (1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0))
-    return tl.where(valid, x, LOWEST)
+        x = cap * (1.0 - 2.0 / (tl.exp(2.0 * x * (rate / cap)) + 1.0))
+    return x
 
 
 @triton.jit
@@ -48,91 +43,88 @@ def _add4(a, b, c, d, e, f, g, h):
 
 
 @triton.jit
-def _add2(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
-def _max2(a, b, c, d):
-    return tl.maximum(a, c), tl.maximum(b, d)
-
-
-@triton.jit
-def _measure(z, y, HAS_REF: tl.constexpr):
-    """Partial sums of a slice held in registers: (m, s, h, u, m', s'), with e = e^(z-m) and d = z-y of each column."""
-    if HAS_REF:
-        m, n = tl.reduce((z, y), 0, _max2)
-        n = tl.maximum(n, LOWEST)
-    else:
-        m = tl.max(z, 0)
-        n = m
-    m = tl.maximum(m, LOWEST)
-    e = tl.exp2((z - m) * LOG2E)
-    c = tl.where(e > 0, z - m, 0.0)
-    d = z
-    if HAS_REF:
-        d = tl.where(e > 0, z - y, 0.0)
-        s, h, u, t = tl.reduce((e, e * c, e * d, tl.exp2((y - n) * LOG2E)), 0, _add4)
-    else:
-        s, h = tl.reduce((e, e * c), 0, _add2)
-        u = s
-        t = s
-    return e, d, m, s, h, u, n, t
+def _max4(a, b, c, d, e, f, g, h):
+    return tl.maximum(a, e), tl.maximum(b, f), tl.maximum(c, g), tl.maximum(d, h)
 
 
 @triton.jit
 def _walk(
-    z_ptr, y_ptr, vocabulary, gain, cap,
-    HAS_REF: tl.constexpr, CAPPED: tl.constexpr, STEPS: tl.constexpr, STEP: tl.constexpr,
+    z_ptr, y_ptr, low, vocabulary, stride, ref_stride, rate, cap, unit,
+    HAS_REF: tl.constexpr, CAPPED: tl.constexpr, STEPS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The same partial sums of a whole row, a step at a time."""
-    m = LOWEST + 0.0
-    n = LOWEST + 0.0
-    s = 0.0
-    h = 0.0
-    u = 0.0
-    t = 0.0
-    for i in range(STEPS):
-        at = i * STEP + tl.arange(0, STEP)
-        valid = at < vocabulary
-        z = _logits(z_ptr, at, valid, gain, cap, CAPPED)
-        y = _logits(y_ptr, at, valid, gain, cap, CAPPED) if HAS_REF else z
-        _, _, m1, s1, h1, u1, n1, t1 = _measure(z, y, HAS_REF)
-        top = tl.maximum(m, m1)
-        f = tl.exp2((m - top) * LOG2E)
-        f1 = tl.exp2((m1 - top) * LOG2E)
-        h = f * (h + s * (m - top)) + f1 * (h1 + s1 * (m1 - top))
-        s = f * s + f1 * s1
-        u = f * u + f1 * u1
+    """(m, s, h, u, n, t) of STEPS · STEP columns from ``low`` on.
+
+    A thread takes eight neighbours at a time, one 16-byte load, and keeps running sums of its own; threads meet once,
+    at the end. In base two a column costs one multiply-add and one exp2 a model, whose argument serves the entropy.
+    """
+    m = tl.full([STEP // 8], LOWEST, tl.float32)
+    n = m
+    s = tl.zeros([STEP // 8], tl.float32)
+    h = s
+    u = s
+    t = s
+    for i in tl.range(0, STEPS, num_stages=STAGES):
+        at = low + i * STEP + 8 * tl.arange(0, STEP // 8)[:, None] + tl.arange(0, 8)[None, :]
+        x = _logits(z_ptr, at, stride, rate, cap, CAPPED)
+        y = _logits(y_ptr, at, ref_stride, rate, cap, CAPPED) if HAS_REF else x
+        if low + i * STEP + STEP > vocabulary:
+            x = tl.where(at < vocabulary, x, LOWEST)
+            y = tl.where(at < vocabulary, y, LOWEST)
+        top = tl.maximum(m, tl.max(x, 1) * unit)
+        a = x * unit - top[:, None]
+        e = tl.exp2(a)
+        f = tl.exp2(m - top)
+        h = f * (h + s * (m - top)) + tl.sum(e * a, 1)
+        s = f * s + tl.sum(e, 1)
         m = top
-        top = tl.maximum(n, n1)
-        t = t * tl.exp2((n - top) * LOG2E) + t1 * tl.exp2((n1 - top) * LOG2E)
-        n = top
-    return m, s, h, u, n, t
+        if HAS_REF:
+            u = f * u + tl.sum(e * (x - y), 1)
+            top = tl.maximum(n, tl.max(y, 1) * unit)
+            t = t * tl.exp2(n - top) + tl.sum(tl.exp2(y * unit - top[:, None]), 1)
+            n = top
+    return _combine(m, s, h, u, n, t)
 
 
 @triton.jit
-def _gather(part_ptr, slices, SLICES: tl.constexpr):
-    """The partial sums of a row's slices as those of the row, and its token's two logits; always in the same order."""
+def _combine(m, s, h, u, n, t):
+    """Partial sums over one maximum each, from sums over several; always in the same order."""
+    top, ref_top, _, _ = tl.reduce((m, n, m, n), 0, _max4)
+    f = tl.exp2(m - top)
+    h = f * (h + s * (m - top))
+    s, h, u, t = tl.reduce((f * s, h, f * u, t * tl.exp2(n - ref_top)), 0, _add4)
+    return top, s, h, u, ref_top, t
+
+
+@triton.jit
+def _publish(ptr, m, s, h, u, n, t, xa, ya):
+    """A slice's partial sums, where :func:`_gather` finds them."""
+    tl.store(ptr, m)
+    tl.store(ptr + 1, s)
+    tl.store(ptr + 2, h)
+    tl.store(ptr + 3, u)
+    tl.store(ptr + 4, n)
+    tl.store(ptr + 5, t)
+    tl.store(ptr + 6, xa)
+    tl.store(ptr + 7, ya)
+
+
+@triton.jit
+def _gather(ptr, slices, SLICES: tl.constexpr):
+    """The partial sums of a row's slices as those of the row, and its token's two logits."""
     i = tl.arange(0, SLICES)
     live = i < slices
+    ptr += 8 * i
     # Written by other programs moments ago: read past this multiprocessor's own cache.
-    m1 = tl.load(part_ptr + i, mask=live, other=LOWEST, volatile=True)
-    s1 = tl.load(part_ptr + SLICES + i, mask=live, other=0.0, volatile=True)
-    h1 = tl.load(part_ptr + 2 * SLICES + i, mask=live, other=0.0, volatile=True)
-    u1 = tl.load(part_ptr + 3 * SLICES + i, mask=live, other=0.0, volatile=True)
-    n1 = tl.load(part_ptr + 4 * SLICES + i, mask=live, other=LOWEST, volatile=True)
-    t1 = tl.load(part_ptr + 5 * SLICES + i, mask=live, other=0.0, volatile=True)
-    a1 = tl.load(part_ptr + 6 * SLICES + i, mask=live, other=LOWEST, volatile=True)
-    b1 = tl.load(part_ptr + 7 * SLICES + i, mask=live, other=LOWEST, volatile=True)
-    m = tl.max(m1, 0)
-    n = tl.max(n1, 0)
-    f = tl.exp2((m1 - m) * LOG2E)
-    s = tl.sum(f * s1, 0)
-    h = tl.sum(f * (h1 + s1 * (m1 - m)), 0)
-    u = tl.sum(f * u1, 0)
-    t = tl.sum(t1 * tl.exp2((n1 - n) * LOG2E), 0)
-    return m, s, h, u, n, t, tl.max(a1, 0), tl.max(b1, 0)
+    m = tl.load(ptr, mask=live, other=LOWEST, volatile=True)
+    s = tl.load(ptr + 1, mask=live, other=0.0, volatile=True)
+    h = tl.load(ptr + 2, mask=live, other=0.0, volatile=True)
+    u = tl.load(ptr + 3, mask=live, other=0.0, volatile=True)
+    n = tl.load(ptr + 4, mask=live, other=LOWEST, volatile=True)
+    t = tl.load(ptr + 5, mask=live, other=0.0, volatile=True)
+    xa = tl.max(tl.load(ptr + 6, mask=live, other=LOWEST, volatile=True), 0)
+    ya = tl.max(tl.load(ptr + 7, mask=live, other=LOWEST, volatile=True), 0)
+    m, s, h, u, n, t = _combine(m, s, h, u, n, t)
+    return m, s, h, u, n, t, xa, ya
 
 
 @triton.jit
@@ -159,25 +151,15 @@ def _sampled(logp, ref, log_ratio, tail, FORM: tl.constexpr):
 
 
 @triton.jit
-def _price(logp, ref, kl, row, a_ptr, old_ptr, w_ptr, x_ptr, knobs_ptr, tail, FORM: tl.constexpr):
+def _price(logp, ref, kl, log_ratio, advantage, extra, beta, lower, upper, tail, FORM: tl.constexpr):
     """A row's loss and its slopes in logp and kl: ``token_loss`` of the specification."""
-    advantage = tl.load(a_ptr + row)
-    log_ratio = 0.0
-    if old_ptr is not None:
-        log_ratio = logp - tl.load(old_ptr + row)
     ratio = tl.exp(log_ratio)
-    clipped = tl.minimum(tl.maximum(ratio, 1.0 - tl.load(knobs_ptr + 1)), 1.0 + tl.load(knobs_ptr + 2))
     free = ratio * advantage
-    loss = -tl.minimum(free, clipped * advantage)
-    slope = tl.where(free <= clipped * advantage, -free, 0.0)
-    if x_ptr is not None:
-        loss -= ratio * tl.load(x_ptr + row)
-        slope -= ratio * tl.load(x_ptr + row)
+    clipped = tl.minimum(tl.maximum(ratio, 1.0 - lower), 1.0 + upper) * advantage
+    loss = -tl.minimum(free, clipped) - ratio * extra
+    slope = tl.where(free <= clipped, -free, 0.0) - ratio * extra
     kl_slope = 0.0
     if FORM > 0:
-        beta = tl.load(knobs_ptr)
-        if w_ptr is not None:
-            beta *= tl.load(w_ptr + row)
         if FORM == 4:
             loss += beta * kl
             kl_slope += beta
@@ -189,42 +171,46 @@ def _price(logp, ref, kl, row, a_ptr, old_ptr, w_ptr, x_ptr, knobs_ptr, tail, FO
 
 
 @triton.jit
-def _finish(out_ptr, row, rows, first, za, ya, m, s, h, u, n, t, HAS_REF: tl.constexpr):
-    """logp, ref_logp and kl from a row's sums; the row's ``first`` program writes them to out [7, rows]."""
-    log_s = tl.log(s)
-    logp = (za - m) - log_s
+def _finish(out_ptr, row, rows, first, xa, ya, m, s, h, u, n, t, unit, HAS_REF: tl.constexpr):
+    """logp, ref_logp and kl in nats from a row's sums; the row's ``first`` program writes them to out [7, rows]."""
+    log_s = tl.log2(s)
+    logp = LN2 * ((xa * unit - m) - log_s)
     ref = logp
     kl = 0.0
     if HAS_REF:
-        log_t = tl.log(t)
-        ref = (ya - n) - log_t
+        log_t = tl.log2(t)
+        ref = LN2 * ((ya * unit - n) - log_t)
         # Equal sums cancel exactly; what rounding leaves below zero is not a distance.
-        kl = tl.maximum((u / s - (m - n)) - (log_s - log_t), 0.0)
+        kl = tl.maximum(LN2 * ((u / s * unit - (m - n)) - (log_s - log_t)), 0.0)
         tl.store(out_ptr + 3 * rows + row, ref, mask=first)
         tl.store(out_ptr + 4 * rows + row, kl, mask=first)
-        tl.store(out_ptr + 5 * rows + row, n + log_t, mask=first)
+        tl.store(out_ptr + 5 * rows + row, LN2 * (n + log_t), mask=first)
     tl.store(out_ptr + row, logp, mask=first)
-    tl.store(out_ptr + rows + row, log_s - h / s, mask=first)
-    tl.store(out_ptr + 2 * rows + row, m + log_s, mask=first)
+    tl.store(out_ptr + rows + row, LN2 * (log_s - h / s), mask=first)
+    tl.store(out_ptr + 2 * rows + row, LN2 * (m + log_s), mask=first)
     return logp, ref, kl
 
 
 @triton.jit(do_not_specialize=["rows", "vocabulary"], do_not_specialize_on_alignment=["tokens_ptr", "out_ptr"])
 def _row_stats(
-    z_ptr, y_ptr, tokens_ptr, out_ptr, rows, vocabulary, stride, ref_stride, gain, cap,
-    HAS_REF: tl.constexpr, CAPPED: tl.constexpr, STEPS: tl.constexpr, STEP: tl.constexpr,
+    z_ptr, y_ptr, tokens_ptr, out_ptr, rows, vocabulary, stride, ref_stride, rate, cap,
+    HAS_REF: tl.constexpr, CAPPED: tl.constexpr, STEPS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a row: its statistics."""
     row = tl.program_id(0)
+    unit = LOG2E * (1.0 if CAPPED else rate)
     z_ptr += row.to(tl.int64) * stride
     if HAS_REF:
         y_ptr += row.to(tl.int64) * ref_stride
-    m, s, h, u, n, t = _walk(z_ptr, y_ptr, vocabulary, gain, cap, HAS_REF, CAPPED, STEPS, STEP)
+    m, s, h, u, n, t = _walk(
+        z_ptr, y_ptr, 0, vocabulary, stride, ref_stride, rate, cap, unit, HAS_REF, CAPPED, STEPS, STEP, STAGES
+    )
     token = tl.load(tokens_ptr + row)
     known = (token >= 0) & (token < vocabulary)
-    za = tl.where(known, _logits(z_ptr, token, known, gain, cap, CAPPED), float("nan"))
-    ya = _logits(y_ptr, token, known, gain, cap, CAPPED) if HAS_REF else za
-    _finish(out_ptr, row, rows, row >= 0, za, ya, m, s, h, u, n, t, HAS_REF)
+    safe = tl.where(known, token, 0)
+    xa = tl.where(known, _logits(z_ptr, safe, stride, rate, cap, CAPPED), float("nan"))
+    ya = _logits(y_ptr, safe, ref_stride, rate, cap, CAPPED) if HAS_REF else xa
+    _finish(out_ptr, row, rows, row >= 0, xa, ya, m, s, h, u, n, t, unit, HAS_REF)
 
 
 @triton.jit(
@@ -235,15 +221,15 @@ def _row_stats(
 )  # fmt: skip
 def _row_gradient(
     z_ptr, y_ptr, tokens_ptr, lse_ptr, entropy_ptr, kl_ptr, ref_lse_ptr, up_logp_ptr, up_kl_ptr, up_entropy_ptr,
-    vocabulary, stride, ref_stride, gain, cap, CAPPED: tl.constexpr, STEP: tl.constexpr,
+    vocabulary, stride, ref_stride, rate, cap, CAPPED: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """One program a row and step: ``p (u_kl (d - kl) - u_logp - u_H (log p + H)) + [j = a] u_logp`` over the logits."""
     row = tl.program_id(0)
     at = tl.program_id(1) * STEP + tl.arange(0, STEP)
-    valid = at < vocabulary
+    unit = 1.0 if CAPPED else rate
     z_ptr += row.to(tl.int64) * stride
-    z = _logits(z_ptr, at, valid, gain, cap, CAPPED)
-    log_p = z - tl.load(lse_ptr + row)
+    x = tl.maximum(tl.where(at < vocabulary, _logits(z_ptr, at, stride, rate, cap, CAPPED), LOWEST), LOWEST)
+    log_p = x * unit - tl.load(lse_ptr + row)
     p = tl.exp2(log_p * LOG2E)
     slope = tl.zeros_like(p)
     up_logp = 0.0
@@ -254,12 +240,13 @@ def _row_gradient(
         slope -= tl.load(up_entropy_ptr + row) * (log_p + tl.load(entropy_ptr + row))
     if up_kl_ptr is not None:
         y_ptr += row.to(tl.int64) * ref_stride
-        d = log_p - (_logits(y_ptr, at, valid, gain, cap, CAPPED) - tl.load(ref_lse_ptr + row))
+        y = tl.maximum(_logits(y_ptr, at, ref_stride, rate, cap, CAPPED), LOWEST)
+        d = log_p - (y * unit - tl.load(ref_lse_ptr + row))
         slope += tl.load(up_kl_ptr + row) * (d - tl.load(kl_ptr + row))
-    g = tl.where(p > 0, p * slope, 0.0) + tl.where(at == tl.load(tokens_ptr + row), up_logp, 0.0)
+    g = (p * slope + tl.where(at == tl.load(tokens_ptr + row), up_logp, 0.0)) * rate
     if CAPPED:
-        g *= cap * (1.0 - (z / cap) * (z / cap))
-    tl.store(z_ptr + at, (g * gain).to(z_ptr.dtype.element_ty), mask=valid)
+        g *= 1.0 - (x / cap) * (x / cap)
+    tl.store(z_ptr + at, g.to(z_ptr.dtype.element_ty), mask=at < stride)
 
 
 @triton.jit(
@@ -268,9 +255,9 @@ def _row_gradient(
 )
 def _one_pass(
     z_ptr, y_ptr, tokens_ptr, a_ptr, old_ptr, ref_ptr, w_ptr, x_ptr, knobs_ptr, out_ptr, part_ptr, gate_ptr,
-    rows, vocabulary, slices, stride, ref_stride, gain, cap, tail,
+    rows, vocabulary, slices, stride, ref_stride, rate, cap, tail,
     HAS_REF: tl.constexpr, CAPPED: tl.constexpr, FORM: tl.constexpr, PHASE: tl.constexpr,
-    SLICES: tl.constexpr, SLICE: tl.constexpr,
+    SLICES: tl.constexpr, STEPS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a slice of a row: its partial sums (phase 1), then the gradient of the row's loss over it (phase 2).
 
@@ -282,149 +269,82 @@ def _one_pass(
         number = tl.atomic_add(gate_ptr + rows, 1, sem="relaxed")
     row = number // slices
     here = number % slices
+    low = here * (STEPS * STEP)
+    unit = LOG2E * (1.0 if CAPPED else rate)
     z_ptr += row.to(tl.int64) * stride
     if HAS_REF:
         y_ptr += row.to(tl.int64) * ref_stride
     part_ptr += row.to(tl.int64) * (8 * SLICES)
-    at = here * SLICE + tl.arange(0, SLICE)
-    valid = at < vocabulary
+    # All that the row's price needs is asked for now, so that nobody waits for it later.
     token = tl.load(tokens_ptr + row)
-    z = _logits(z_ptr, at, valid, gain, cap, CAPPED)
-    y = _logits(y_ptr, at, valid, gain, cap, CAPPED) if HAS_REF else z
-    e, d, m, s, h, u, n, t = _measure(z, y, HAS_REF)
-    own = m
+    advantage = tl.load(a_ptr + row)
+    extra = 0.0 if x_ptr is None else tl.load(x_ptr + row)
+    old = 0.0 if old_ptr is None else tl.load(old_ptr + row)
+    beta = tl.load(knobs_ptr) * (1.0 if w_ptr is None else tl.load(w_ptr + row))
+    lower = tl.load(knobs_ptr + 1)
+    upper = tl.load(knobs_ptr + 2)
+    xa = LOWEST + 0.0
+    ya = LOWEST + 0.0
+    if (token >= low) & (token < low + STEPS * STEP) & (token < vocabulary):
+        xa = _logits(z_ptr, token, stride, rate, cap, CAPPED)
+        if HAS_REF:
+            ya = _logits(y_ptr, token, ref_stride, rate, cap, CAPPED)
     if PHASE != 2 or SLICES == 1:
-        mine = (token >= here * SLICE) & (token < here * SLICE + SLICE) & (token < vocabulary)
-        za = _logits(z_ptr, token, mine, gain, cap, CAPPED)
-        ya = _logits(y_ptr, token, mine, gain, cap, CAPPED) if HAS_REF else za
+        m, s, h, u, n, t = _walk(
+            z_ptr, y_ptr, low, vocabulary, stride, ref_stride, rate, cap, unit, HAS_REF, CAPPED, STEPS, STEP, STAGES
+        )
     if PHASE != 2 and SLICES > 1:
-        _publish(part_ptr + here, SLICES, m, s, h, u, n, t, za, ya)
+        _publish(part_ptr + 8 * here, m, s, h, u, n, t, xa, ya)
     if PHASE == 0 and SLICES > 1:
         tl.atomic_add(gate_ptr + row, 1, sem="release")
         while tl.atomic_add(gate_ptr + row, 0, sem="acquire") < slices:
             pass
     if PHASE != 1:
         if SLICES > 1:
-            m, s, h, u, n, t, za, ya = _gather(part_ptr, slices, SLICES)
-        za = tl.where((token >= 0) & (token < vocabulary), za, float("nan"))
-        logp, ref, kl = _finish(out_ptr, row, rows, here == 0, za, ya, m, s, h, u, n, t, HAS_REF)
+            m, s, h, u, n, t, xa, ya = _gather(part_ptr, slices, SLICES)
+        xa = tl.where((token >= 0) & (token < vocabulary), xa, float("nan"))
+        logp, ref, kl = _finish(out_ptr, row, rows, here == 0, xa, ya, m, s, h, u, n, t, unit, HAS_REF)
         if ref_ptr is not None:
             ref = tl.load(ref_ptr + row)
-        loss, slope, kl_slope = _price(logp, ref, kl, row, a_ptr, old_ptr, w_ptr, x_ptr, knobs_ptr, tail, FORM)
+        log_ratio = 0.0 if old_ptr is None else logp - old
+        loss, slope, kl_slope = _price(logp, ref, kl, log_ratio, advantage, extra, beta, lower, upper, tail, FORM)
         tl.store(out_ptr + 6 * rows + row, loss, mask=here == 0)
-        inner = -slope + tl.zeros_like(e)
-        if FORM == 4:
-            inner += kl_slope * (d - u / s)
-        g = e * (tl.exp2((own - m) * LOG2E) / s) * inner + tl.where(at == token, slope, 0.0)
-        if CAPPED:
-            g *= cap * (1.0 - (z / cap) * (z / cap))
-        tl.store(z_ptr + at, (g * gain).to(z_ptr.dtype.element_ty), mask=valid)
+        pull = kl_slope * unit * LN2
+        _descend(
+            z_ptr, y_ptr, low, token, stride, ref_stride, rate, cap, unit, m, rate / s, pull, slope + pull * (u / s),
+            slope * rate, CAPPED, FORM, STEPS, STEP, STAGES,
+        )  # fmt: skip
 
 
 @triton.jit
-def _publish(ptr, SLICES: tl.constexpr, m, s, h, u, n, t, za, ya):
-    """A slice's partial sums, where :func:`_gather` finds them."""
-    tl.store(ptr, m)
-    tl.store(ptr + SLICES, s)
-    tl.store(ptr + 2 * SLICES, h)
-    tl.store(ptr + 3 * SLICES, u)
-    tl.store(ptr + 4 * SLICES, n)
-    tl.store(ptr + 5 * SLICES, t)
-    tl.store(ptr + 6 * SLICES, za)
-    tl.store(ptr + 7 * SLICES, ya)
+def _descend(
+    z_ptr, y_ptr, low, token, stride, ref_stride, rate, cap, unit, m, scale, pull, level, spike,
+    CAPPED: tl.constexpr, FORM: tl.constexpr, STEPS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """``scale · e (pull · (x - y) - level) + [j = a] spike`` over the logits of a slice.
+
+    They are read again, latest first, from the second-level cache: held in registers they would leave too few programs
+    in flight to keep the memory busy.
+    """
+    for back in tl.range(0, STEPS, num_stages=STAGES):
+        i = STEPS - 1 - back
+        at = low + i * STEP + tl.arange(0, STEP)
+        x = _logits(z_ptr, at, stride, rate, cap, CAPPED)
+        g = tl.exp2(x * unit - m) * scale
+        if FORM == 4:
+            g *= pull * (x - _logits(y_ptr, at, ref_stride, rate, cap, CAPPED)) - level
+        else:
+            g *= -level
+        if (token >= low + i * STEP) & (token < low + i * STEP + STEP):
+            g += tl.where(at == token, spike, 0.0)
+        if CAPPED:
+            g *= 1.0 - (x / cap) * (x / cap)
+        tl.store(z_ptr + at, g.to(z_ptr.dtype.element_ty), mask=at < stride)
 
 
-def plan(work: Work, *, trains_head: bool) -> Plan:
-    """Rows at a time within BUDGET bytes of logits."""
-    vocabulary = work.policy.head.shape[0]
-    both = max(2, BUDGET // (width(vocabulary) * work.policy.hidden.element_size()))
-    rows = max(1, min(2048, both // 2))
-    rows = rows // 128 * 128 if rows >= 128 else rows
-    return Plan(rows, rows)
-
-
-def width(vocabulary: int) -> int:
-    """Columns to allocate for a row of logits: every row starts on a 128-byte line, whatever the vocabulary."""
-    return -(-vocabulary // 64) * 64
-
-
-def statistics(z: Tensor, ref: Tensor | None, tokens: Tensor, scaling: Scaling) -> RowStats:
-    """logp, ref_logp, kl and entropy of each row; one read of the logits."""
-    _usable(z)
-    rows, vocabulary = z.shape
-    out = z.new_empty(7, rows, dtype=torch.float32)
-    if rows:
-        gain, cap = _scales(scaling)
-        step = _step(vocabulary)
-        _row_stats[(rows,)](
-            z, ref, tokens, out, rows, vocabulary, z.stride(0), 0 if ref is None else ref.stride(0), gain, cap,
-            HAS_REF=ref is not None, CAPPED=scaling.softcap is not None,
-            STEPS=triton.cdiv(vocabulary, step), STEP=step, num_warps=WARPS,
-        )  # fmt: skip
-    return _row_statistics(out, ref is not None)
-
-
-def gradient(z: Tensor, ref: Tensor | None, tokens: Tensor, stats: RowStats, up: Upstream, scaling: Scaling) -> None:
-    """``Σ_s up_s · ∂s/∂x`` over s in (logp, kl, entropy), written over the logits x in ``z``."""
-    _usable(z)
-    rows, vocabulary = z.shape
-    if rows == 0:
-        return
-    gain, cap = _scales(scaling)
-    step = _step(vocabulary)
-    _row_gradient[(rows, triton.cdiv(vocabulary, step))](
-        z, ref, tokens, stats.lse, stats.entropy, stats.kl, stats.ref_lse, up.logp, up.kl, up.entropy,
-        vocabulary, z.stride(0), 0 if ref is None else ref.stride(0), gain, cap,
-        CAPPED=scaling.softcap is not None, STEP=step, num_warps=WARPS,
-    )  # fmt: skip
-
-
-def loss_gradient(
-    z: Tensor, ref: Tensor | None, tokens: Tensor, terms: Terms, scaling: Scaling
-) -> tuple[Tensor, RowStats]:
-    """Each row's loss, with its gradient written over the logits in ``z``."""
-    _usable(z)
-    rows, vocabulary = z.shape
-    out = z.new_empty(7, rows, dtype=torch.float32)
-    size = min(SLICE, max(128, triton.next_power_of_2(vocabulary)))
-    count = triton.cdiv(vocabulary, size)
-    most = triton.next_power_of_2(count)
-    part = z.new_empty(rows * 8 * most, dtype=torch.float32)
-    gate = z.new_zeros(rows + 1, dtype=torch.int32)
-    gain, cap = _scales(scaling)
-    for phase in (1, 2) if INTERPRETED and count > 1 else (0,):
-        if rows:
-            _one_pass[(rows * count,)](
-                z, ref, tokens, terms.advantages, terms.old_logp, terms.ref_logp, terms.kl_weights, terms.unclipped,
-                terms.knobs, out, part, gate, rows, vocabulary, count, z.stride(0), 0 if ref is None else ref.stride(0),
-                gain, cap, 1e30 if terms.tail is None else terms.tail,
-                HAS_REF=ref is not None, CAPPED=scaling.softcap is not None, FORM=FORM[terms.form], PHASE=phase,
-                SLICES=most, SLICE=size, num_warps=WARPS,
-            )  # fmt: skip
-    return out[6], _row_statistics(out, ref is not None)
-
-
-def _row_statistics(out: Tensor, has_ref: bool) -> RowStats:
-    logp, entropy, lse, ref_logp, kl, ref_lse, _ = out.unbind()
-    if not has_ref:
-        return RowStats(logp, None, None, entropy, lse, None)
-    return RowStats(logp, ref_logp, kl, entropy, lse, ref_lse)
-
-
-def _scales(scaling: Scaling) -> tuple[float, float]:
-    """The two factors of :func:`_logits`."""
-    if scaling.softcap is None:
-        return scaling.logit_scale / scaling.temperature, 1.0
-    return scaling.logit_scale / scaling.softcap, scaling.softcap / scaling.temperature
-
-
-def _step(vocabulary: int) -> int:
-    """Columns at a time: a power of two, no wider than needed."""
-    return min(STEP, max(128, int(triton.next_power_of_2(vocabulary))))
-
-
-def _usable(z: Tensor) -> None:
-    if not (z.is_cuda or INTERPRETED):
-        raise ConfigError(
-            f"KLAMP_KERNELS is 'fused' but the tensors are on {z.device}. Move them to a GPU, or unset the variable."
-        )
+@triton.jit(do_not_specialize=["count"])
+def _scale(source_ptr, factor_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    """``out = factor · source``, rounded once."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(source_ptr + at, mask=at < count).to(tl.float32) * tl.load(factor_ptr).to(tl.float32)
+    tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=at < count)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from klamp.errors import KlampError
-from klamp.kernels.work import Ops, Plan, RowStats, Side, Terms, Upstream, Work
+from klamp.kernels.work import Ops, Plan, RowStats, Side, Terms, Upstream, Work, lowest
 
 
 class Span(NamedTuple):
@@ -34,7 +34,9 @@ class Gradients:
         # Rows outside the mask are never visited: they need their zeros from the start.
         empty = torch.empty_like if work.index is None else torch.zeros_like
         self.hidden = empty(hidden, memory_format=torch.contiguous_format) if needs[0] else None
-        self.head = torch.zeros(head.shape, dtype=wide, device=head.device) if needs[1] else None
+        # The first product overwrites: a large head's gradient is not first written as zeros and read back.
+        start = torch.zeros if work.tokens.shape[0] == 0 else torch.empty
+        self.head = start(head.shape, dtype=wide, device=head.device) if needs[1] else None
         self.bias = torch.zeros(head.shape[0], dtype=wide, device=head.device) if needs[2] else None
 
     def add(self, g: Tensor, hidden: Tensor, start: int, stop: int) -> None:
@@ -45,19 +47,20 @@ class Gradients:
             else:
                 self.hidden.index_copy_(0, self.work.index[start:stop], torch.mm(g, self.side.head))
         if self.head is not None:
-            accumulate(self.head, g, hidden)
+            accumulate(self.head, g, hidden, overwrite=start == 0)
         if self.bias is not None:
             self.bias += g.sum(0, dtype=self.bias.dtype)
 
 
-def accumulate(total: Tensor, g: Tensor, hidden: Tensor) -> None:
-    """``total += gᵀ · hidden`` with every sum in the dtype of ``total``, float32 or wider."""
-    if g.dtype == total.dtype:
-        total.addmm_(g.t(), hidden)
-    elif g.is_cuda:
-        torch.addmm(total, g.t(), hidden, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(g.t().to(total.dtype), hidden.to(total.dtype))
+def accumulate(total: Tensor, g: Tensor, hidden: Tensor, *, overwrite: bool) -> None:
+    """``total += gᵀ · hidden`` (``=`` to overwrite) with every sum in the dtype of ``total``, float32 or wider."""
+    if g.dtype != total.dtype and g.is_cuda:
+        if overwrite:
+            torch.mm(g.t(), hidden, out_dtype=total.dtype, out=total)
+        else:
+            torch.addmm(total, g.t(), hidden, out_dtype=total.dtype, out=total)
+        return
+    torch.addmm(total, g.t().to(total.dtype), hidden.to(total.dtype), beta=0 if overwrite else 1, out=total)
 
 
 def spans(rows: int, plan: Plan) -> Iterator[list[Span]]:
@@ -83,7 +86,8 @@ def logits(side: Side, hidden: Tensor, out: Tensor) -> Tensor:
 def cast(side: Side) -> Side:
     """The same in one dtype, that of the hidden states, detached; a head of another dtype is copied."""
     dtype = side.hidden.dtype
-    bias = None if side.bias is None else side.bias.detach().to(dtype)
+    # A bias of -inf excludes a token; so does the lowest logit, and no sum meets inf - inf.
+    bias = None if side.bias is None else side.bias.detach().to(dtype).clamp(min=lowest(dtype))
     return Side(side.hidden.detach(), side.head.detach().to(dtype), bias)
 
 
@@ -132,9 +136,10 @@ def backward_statistics(
     for block in spans(n, plan):
         first, last = block[0].start, block[-1].stop
         hidden = work.rows(policy.hidden, first, last)
+        logits(policy, hidden, g[: last - first])
         for start, stop, at in block:
             rows = stop - start
-            z = logits(policy, hidden[at : at + rows], g[at : at + rows])
+            z = g[at : at + rows]
             if reference is not None and zr is not None:
                 logits(reference, work.rows(reference.hidden, start, stop), zr[:rows])
             part = RowStats(*(None if x is None else x[start:stop] for x in stats))  # type: ignore[arg-type]
@@ -156,9 +161,10 @@ def loss_pass(ops: Ops, work: Work, terms: Terms, needs: tuple[bool, bool, bool]
     for block in spans(n, plan):
         first, last = block[0].start, block[-1].stop
         hidden = work.rows(policy.hidden, first, last)
+        logits(policy, hidden, g[: last - first])
         for start, stop, at in block:
             rows = stop - start
-            z = logits(policy, hidden[at : at + rows], g[at : at + rows])
+            z = g[at : at + rows]
             if reference is not None and zr is not None:
                 logits(reference, work.rows(reference.hidden, start, stop), zr[:rows])
             ref = None if zr is None else zr[:rows]
@@ -219,7 +225,7 @@ class Loss(torch.autograd.Function):
     ) -> Any:
         needs = tuple(wanted and x is not None and x.requires_grad for x in (hidden, head, bias))
         losses, stats, ctx.gradients = loss_pass(ops, work, terms, needs)  # type: ignore[arg-type]
-        ctx.dtypes = [None if x is None else x.dtype for x in (hidden, head, bias)]
+        ctx.ops, ctx.dtypes = ops, [None if x is None else x.dtype for x in (hidden, head, bias)]
         out = (losses.sum(), stats.logp, stats.ref_logp, stats.kl, stats.entropy)
         ctx.mark_non_differentiable(*(x for x in out[1:] if x is not None))
         return out
@@ -231,26 +237,30 @@ class Loss(torch.autograd.Function):
         if g is None:
             raise KlampError("policy_loss was differentiated twice; its gradients were handed out. Call it again.")
         ctx.gradients = None
-        hidden = None if g.hidden is None else (g.hidden * loss).to(ctx.dtypes[0])
-        head = None if g.head is None else narrow(g.head, loss, ctx.dtypes[1])
+        hidden = None
+        if g.hidden is not None:
+            hidden = torch.empty_like(g.hidden)
+            ctx.ops.scale(g.hidden, loss, hidden)
+        head = None if g.head is None else narrow(ctx.ops, g.head, loss, ctx.dtypes[1])
         bias = None if g.bias is None else (g.bias * loss).to(ctx.dtypes[2])
         return hidden, head, bias, None, None, None, None
 
 
-def narrow(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+def narrow(ops: Ops, total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """``factor · total`` in ``dtype``, written over ``total``: a head's gradient is too large to hold twice.
 
-    A narrow value's place lies before its wide one's from the second element on, so blocks that double in length never
-    write where they still have to read.
+    A narrow value's place lies before its wide one's, so after a first block with a copy of its own, blocks that double
+    in length never write where they still have to read.
     """
-    if dtype.itemsize >= total.dtype.itemsize:
-        return total.mul_(factor).to(dtype)
     wide = total.view(-1)
+    if dtype.itemsize >= total.dtype.itemsize:
+        ops.scale(wide, factor, wide)
+        return total.to(dtype)
     narrow = wide.view(dtype)[: wide.numel()]
-    narrow[:1] = (wide[:1] * factor).to(dtype)
-    start = 1
+    start = min(4096, wide.numel())
+    narrow[:start] = wide[:start] * factor
     while start < wide.numel():
         stop = min(2 * start, wide.numel())
-        torch.mul(wide[start:stop], factor, out=narrow[start:stop])
+        ops.scale(wide[start:stop], factor, narrow[start:stop])
         start = stop
     return narrow.view(total.shape)

@@ -66,9 +66,7 @@ class Scaling:
         require_number("temperature", self.temperature, above=0, way_out=way_out)
         if self.softcap is not None:
             require_number("softcap", self.softcap, above=0, way_out="None means no soft-capping.")
-        require_number("logit_scale", self.logit_scale, way_out=way_out)
-        if self.logit_scale == 0:
-            raise ConfigError("logit_scale must not be 0: every policy would be uniform. " + way_out)
+        require_number("logit_scale", self.logit_scale, above=0, way_out=way_out)
 
     @property
     def plain(self) -> bool:
@@ -161,6 +159,8 @@ class Ops(Protocol):
 
     def width(self, vocabulary: int) -> int: ...
 
+    def scale(self, source: Tensor, factor: Tensor, out: Tensor) -> None: ...
+
     def statistics(self, z: Tensor, ref: Tensor | None, tokens: Tensor, scaling: Scaling) -> RowStats: ...
 
     def gradient(
@@ -170,6 +170,11 @@ class Ops(Protocol):
     def loss_gradient(
         self, z: Tensor, ref: Tensor | None, tokens: Tensor, terms: Terms, scaling: Scaling
     ) -> tuple[Tensor, RowStats]: ...
+
+
+def lowest(dtype: torch.dtype) -> float:
+    """A logit that excludes its token in any row, and is finite with room to scale it."""
+    return max(torch.finfo(dtype).min / 2, -1e18)
 
 
 def side(name: str, hidden: Tensor, head: Tensor, bias: Tensor | None) -> Side:
