@@ -11,10 +11,13 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 
 import klamp
 from klamp import ConfigError, Doubling, Exponential, Fixed, Hold, Scheduled, State, Stateful, Ziegler
+
+settings.register_profile("steady", deadline=None)  # a busy machine is no failure
+settings.load_profile("steady")
 
 
 def ramp(step: int) -> float:
