@@ -279,9 +279,8 @@ class Store:
         assert self.folder is not None
         for file in sorted(self.folder.glob("parts-*.jsonl")):
             if file == self.file:
-                keep = sum(len(raw) for raw in file.open("rb") if raw.endswith(b"\n"))
                 with file.open("rb+") as handle:
-                    handle.truncate(keep)
+                    handle.truncate(sum(len(raw) for raw in handle.readlines() if raw.endswith(b"\n")))
             yield from read_jsonl(file)
 
     def _claim(self, folder: Path, settings: Settings) -> None:
