@@ -131,7 +131,7 @@ def no_farther(
     while kl > began and rounds < halvings:
         scale(0.5)
         total, rounds, kl = total / 2, rounds + 1, measure()
-    effort = -math.log(total)
+    effort = rounds * math.log(2)
     if not kl <= began:  # also where it cannot be measured
         scale(0.0)
         total, kl = 0.0, began

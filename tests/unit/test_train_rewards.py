@@ -1,0 +1,169 @@
+"""What a reward does wrong is said with the sample it did it to, or masked and counted."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from klamp.errors import ConfigError
+from klamp.train.config import RewardConfig
+from klamp.train.rewards import RewardError, Scorer
+
+PROMPTS, COMPLETIONS = ["p"] * 4, ["good one", "fine", "bad", "last"]
+
+
+def score(function: Any, **settings: Any) -> Any:
+    return Scorer(RewardConfig(**settings), [function])(PROMPTS, COMPLETIONS, {})
+
+
+def raises(prompts: list[str], completions: list[str]) -> list[float]:
+    if "bad" in completions:
+        raise KeyError("no such answer")
+    return [1.0] * len(completions)
+
+
+def nan(prompts: list[str], completions: list[str]) -> list[float]:
+    return [math.nan if c == "bad" else 1.0 for c in completions]
+
+
+def short(prompts: list[str], completions: list[str]) -> list[float]:
+    return [1.0]
+
+
+def hangs(prompts: list[str], completions: list[str]) -> list[float]:
+    threading.Event().wait()
+    return []
+
+
+def whole_batch(prompts: list[str], completions: list[str]) -> list[float]:
+    if len(completions) > 1:
+        raise ValueError("one at a time")
+    return [1.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (raises, r"raised KeyError .*for sample 2: prompt 'p', completion 'bad'"),
+        (nan, r"is nan for sample 2: prompt 'p', completion 'bad'"),
+        (short, r"returned 1 rewards for 4 completions"),
+        (whole_batch, r"raised ValueError for the batch and for none of its samples"),
+    ],
+)
+def test_a_failure_names_its_sample_and_the_way_out(function: Any, says: str) -> None:
+    with pytest.raises(RewardError, match=says) as error:
+        score(function)
+    assert "reward.on_error=mask" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "valid"),
+    [
+        (raises, [True, True, False, True]),
+        (nan, [True, True, False, True]),
+        (short, [False] * 4),
+        (whole_batch, [False] * 4),
+    ],
+)
+def test_or_it_is_masked(function: Any, valid: list[bool]) -> None:
+    scored = score(function, on_error="mask")
+    assert scored.valid.tolist() == valid
+    assert scored.total.tolist() == [float(v) for v in valid]
+
+
+def test_a_reward_that_hangs_is_given_up() -> None:
+    begun = time.monotonic()
+    with pytest.raises(RewardError, match=r"took more than reward\.timeout=0\.2 s"):
+        score(hangs, timeout=0.2)
+    assert score(hangs, timeout=0.2, on_error="mask").valid.tolist() == [False] * 4
+    assert time.monotonic() - begun < 10
+
+
+@pytest.mark.slow
+def test_a_reward_that_hangs_does_not_keep_the_process() -> None:
+    code = (
+        "import time\n"
+        "from klamp.train.rewards import Scorer\n"
+        "from klamp.train.config import RewardConfig\n"
+        "def hangs(prompts, completions):\n    time.sleep(600)\n"
+        "Scorer(RewardConfig(timeout=0.2), [hangs])(['p'], ['c'], {})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "took more than reward.timeout=0.2 s" in done.stderr
+
+
+def test_a_timeout_of_the_rewards_own_is_its_own() -> None:
+    def own(prompts: list[str], completions: list[str]) -> list[float]:
+        raise TimeoutError("the judge did not answer")
+
+    with pytest.raises(RewardError, match="the judge did not answer"):
+        score(own, timeout=5.0)
+
+
+def test_weights_columns_and_parts() -> None:
+    def answered(prompts: list[str], completions: list[str], answer: list[str]) -> list[float]:
+        return [float(a == c) for a, c in zip(answer, completions, strict=True)]
+
+    def long(prompts: list[str], completions: list[str], **_: Any) -> list[int]:
+        return [len(c) for c in completions]
+
+    config = RewardConfig(functions=("a", "b"), weights=(2.0, -0.5))
+    scored = Scorer(config, [answered, long])(
+        PROMPTS, COMPLETIONS, {"answer": ["x", "fine", "bad", "y"], "other": [1] * 4}
+    )
+    assert scored.parts["answered"].tolist() == [0, 1, 1, 0]
+    assert scored.total.tolist() == [-4.0, 0.0, 0.5, -2.0]
+
+
+def test_built_in_ones() -> None:
+    config = RewardConfig(functions=("length:2", "regex:^b", "match:answer", "vader"))
+    scored = Scorer(config)(PROMPTS, COMPLETIONS, {"answer": [" fine", "fine ", "no", "last"]})
+    assert scored.parts["length:2"].tolist() == [0.0, -0.5, -0.5, -0.5]
+    assert scored.parts["regex:^b"].tolist() == [0, 0, 1, 0]
+    assert scored.parts["match:answer"].tolist() == [0, 1, 0, 1]
+    assert scored.parts["vader"][0] > 0 > scored.parts["vader"][2]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("lenght:3", "no module"),
+        ("vadr", "Did you mean|vader"),
+        ("length:many", "needs a number of words"),
+        ("regex:(", "not a regular expression"),
+        ("math:no_such", "has no function"),
+    ],
+)
+def test_a_name_that_means_nothing_is_refused_when_made(name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Scorer(RewardConfig(functions=(name,)))
+
+
+def test_a_reward_model(words_model: str, tmp_path: Path) -> None:
+    """A sequence-classification model from a folder scores prompt and completion."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+
+    settings = LlamaConfig.from_pretrained(words_model, num_labels=1)
+    LlamaForSequenceClassification(settings).save_pretrained(tmp_path / "judge")
+    AutoTokenizer.from_pretrained(words_model).save_pretrained(tmp_path / "judge")
+    scored = Scorer(RewardConfig(functions=(f"model:{tmp_path / 'judge'}",)))(["w1 "] * 2, ["w2 w3", "w4"], {})
+    assert scored.valid.all()
+    assert scored.total[0] != scored.total[1]
+
+
+def test_failures_are_counted_in_the_metrics(trainer: Any) -> None:
+    from klamp.train.config import RewardConfig
+
+    def sometimes(prompts: list[str], completions: list[str]) -> list[float]:
+        return [math.nan if i % 4 == 0 else float(len(c)) for i, c in enumerate(completions)]
+
+    last = trainer(rewards=sometimes, steps=2, reward=RewardConfig(on_error="mask")).run()
+    assert last["reward/failed"] == 2.0
