@@ -1,0 +1,106 @@
+"""The Triton kernels in Triton's interpreter, on the CPU: small shapes, no autotuning, against float64.
+
+The interpreter is chosen when Triton is imported, so the cases run in a process of their own: this file as a script.
+There float64 takes the eager kernels and float32 the fused ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+CASES: dict[str, dict[str, Any]] = {
+    "one token, vocabulary of one": {"n": 1, "v": 1},
+    "prime vocabulary, one slice": {"v": 127},
+    "three slices": {"v": 300},
+    "slices of two steps": {"v": 700, "steps": 2},
+    "soft-cap, temperature, scale": {"v": 300, "options": {"softcap": 3.0, "temperature": 0.8, "logit_scale": 0.7}},
+    "stale sampler, clip, weights": {"v": 131, "stale": True},
+    "k2 with a tail": {"v": 131, "form": "k2", "tail": 0.5},
+    "k3 with a tail": {"v": 131, "form": "k3", "tail": 0.5, "stale": True},
+    "weighted k3": {"v": 131, "form": "weighted_k3", "stale": True},
+    "weighted k3 with a tail": {"v": 131, "form": "weighted_k3", "stale": True, "tail": 0.5},
+    "no KL term, no reference": {"v": 131, "form": None, "reference": False},
+    "masked rows": {"v": 131, "masked": True},
+    "equal policies": {"v": 300, "equal": True},
+}
+
+
+def outcome(dtype: torch.dtype, case: dict[str, Any]) -> list[Tensor]:
+    """Values and gradients of a policy loss and of a loss made of the statistics."""
+    from klamp import kernels
+
+    g = torch.Generator().manual_seed(5)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+
+    n, h, v = case.get("n", 5), 6, case["v"]
+    hidden, head, bias = draw(n, h).requires_grad_(), draw(v, h).requires_grad_(), draw(v).requires_grad_()
+    tokens, advantages = torch.randint(v, (n,), generator=g), draw(n)
+    options = dict(case.get("options", {}), bias=bias)
+    if case.get("reference", True):
+        options["ref_hidden"] = hidden.detach() if case.get("equal") else draw(n, h)
+        if not case.get("equal"):
+            options["ref_head"], options["ref_bias"] = draw(v, h), draw(v)
+    if case.get("masked"):
+        options["mask"] = torch.tensor([True, False, True, True, False])
+    extra: dict[str, Any] = {"beta": 0.3, "form": case.get("form", "exact"), "tail": case.get("tail")}
+    if case.get("stale"):
+        extra |= {"old_logp": -draw(n).abs() - 4, "clip": (0.2, 0.3), "kl_weights": draw(n).abs()}
+        extra["unclipped_advantages"] = draw(n)
+    priced = kernels.policy_loss(hidden, head, tokens, advantages, **extra, **options)
+    out = [priced.loss, *(x for x in priced.stats if x is not None)]
+    out += torch.autograd.grad(priced.loss, [hidden, head, bias])
+    stats = kernels.token_stats(hidden, head, tokens, **options)
+    loss = (stats.logp * advantages).sum() + 0.1 * stats.entropy.square().sum()
+    if stats.kl is not None:
+        loss = loss + stats.kl.sum()
+    out += [x for x in stats if x is not None]
+    return out + list(torch.autograd.grad(loss, [hidden, head, bias]))
+
+
+def main() -> None:
+    """Relative errors of every case, as JSON."""
+    from klamp.kernels import launch
+
+    errors = {}
+    for name, case in CASES.items():
+        launch.STEP, launch.STEPS = 128, case.get("steps", 1)
+        mine, truth = outcome(torch.float32, case), outcome(torch.float64, case)
+        errors[name] = [
+            ((a.double() - b).abs().max() / b.abs().max().clamp(min=1)).item() if a.numel() else 0.0
+            for a, b in zip(mine, truth, strict=True)
+        ]
+        if case.get("equal"):
+            errors[name].append(float(mine[3].abs().max()))
+    print(json.dumps(errors))
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, list[float]]:
+    pytest.importorskip("triton", reason="the interpreter is part of triton")
+    env = {**os.environ, "TRITON_INTERPRET": "1", "KLAMP_KERNELS": "fused", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, list[float]] = json.loads(done.stdout)
+    return result
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_fused_equals_the_specification(name: str, errors: dict[str, list[float]]) -> None:
+    # float32 sums of a few hundred terms of size |z| ≈ 10: some 1e-6 of the largest value.
+    assert max(errors[name]) < 2e-5
+    if CASES[name].get("equal"):
+        assert errors[name][-1] == 0
+
+
+if __name__ == "__main__":
+    main()
