@@ -9,6 +9,8 @@
 True
 """
 
+import importlib
+
 from klamp.audit import Finding, audit_function, audit_matrix
 from klamp.clamp import (
     Clamped,
@@ -55,6 +57,29 @@ from klamp.monitor import Alarm, Limits, Monitor
 from klamp.placements import Pair, SequenceKL, check, in_advantage, in_loss, in_reward, sequence_exact
 
 __version__ = "0.1.0"
+
+# These need transformers and its kin, so they are imported when first asked for.
+LAZY = {
+    "LocalBackend": "klamp.local_backend",
+    "Measurement": "klamp.measure",
+    "TrainConfig": "klamp.train.config",
+    "Trajectory": "klamp.local_backend",
+    "TrajectoryGroup": "klamp.local_backend",
+    "TrainableModel": "klamp.local_backend",
+    "measure_kl": "klamp.measure",
+    "train_policy": "klamp.train.loop",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in LAZY:
+        return getattr(importlib.import_module(LAZY[name]), name)
+    raise AttributeError(f"module 'klamp' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *LAZY})
+
 
 __all__ = [
     "Alarm",

@@ -60,9 +60,9 @@ def train(args: list[str]) -> None:
     config = tyro.cli(
         TrainConfig, default=default, args=rest, prog="klamp train", description=inspect.cleandoc(train.__doc__ or "")
     )
-    from klamp.train.loop import train as run
+    from klamp.train.loop import train_policy
 
-    run(config)
+    train_policy(config)
 
 
 def measure(

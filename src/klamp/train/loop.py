@@ -179,7 +179,7 @@ class Trainer:
                 )
 
 
-def train(
+def train_policy(
     config: TrainConfig, *, rewards: Sequence[RewardFunction] | None = None, quiet: bool = False
 ) -> dict[str, float]:
     """Run ``config`` from the first step, or from its last checkpoint when it says so; returns the last metrics."""
