@@ -1,0 +1,1 @@
+"""The parts of :mod:`klamp.local_backend`: what was said, its tokens, a step's settings, the model in memory."""

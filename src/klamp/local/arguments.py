@@ -1,0 +1,180 @@
+"""The flat arguments of ``LocalBackend.train`` become the one configuration, here and once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from klamp.controllers import Controller, Fixed, Hold
+from klamp.errors import ConfigError, require_number, unknown
+from klamp.references import AdapterPath, Base, CheckpointStep, ReferenceSpec, StepLag, parse
+from klamp.train.config import (
+    AlgorithmConfig,
+    KLConfig,
+    LoraConfig,
+    OptimConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+
+COEFFICIENT = float("1.0")
+"""The default of ``kl_penalty_coef``, as an object of its own: a 1.0 that somebody wrote is another."""
+
+RIGHT_NAMES = {
+    "lr": "learning_rate",
+    "kl_coef": "kl_penalty_coef",
+    "kl_beta": "kl_penalty_coef",
+    "kl_loss_coef": "kl_penalty_coef",
+    "init_kl_coef": "kl_penalty_coef",
+    "kl_penalty": "kl_penalty_coef",
+    "beta": "kl_penalty_coef",
+    "kl_ref_step": "kl_penalty_reference_step",
+    "kl_reference_step": "kl_penalty_reference_step",
+    "reference_step": "kl_penalty_reference_step",
+    "kl_penalty_ref_step": "kl_penalty_reference_step",
+    "kl_penalty_adapter_path": "kl_ref_adapter_path",
+    "ref_adapter_path": "kl_ref_adapter_path",
+    "adapter_path": "kl_ref_adapter_path",
+    "kl_lag": "kl_penalty_step_lag",
+    "step_lag": "kl_penalty_step_lag",
+    "kl_source": "kl_penalty_source",
+    "target_kl": "controller=klamp.Hold(target=..., per=...)",
+    "kl_target": "controller=klamp.Hold(target=..., per=...)",
+    "max_norm": "max_grad_norm",
+    "batch_size": "micro_batch",
+}
+"""What other systems, and ART at other times, call these arguments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What a step's configuration takes from the backend and the model."""
+
+    base_model: str
+    folder: Path
+    lora: LoraConfig
+    seed: int
+    device: str
+    keep: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """The arguments of one call of ``train``, checked when they are made."""
+
+    learning_rate: float
+    kl_penalty_coef: float
+    kl_penalty_reference_step: int | None
+    kl_ref_adapter_path: Any
+    kl_penalty_source: Literal["current_learner", "sample"]
+    kl_penalty_step_lag: int | None
+    controller: Controller | None
+    reference: ReferenceSpec | str | None
+    kl_limit: float | None
+    clamp: bool
+    scale_rewards: bool
+    epsilon: float
+    epsilon_high: float | None
+    max_grad_norm: float
+    micro_batch: int
+    temperature: float | None
+
+    def __post_init__(self) -> None:
+        if self.controller is not None and self.kl_penalty_coef is not COEFFICIENT:
+            raise ConfigError(
+                f"controller={self.controller!r} and kl_penalty_coef={self.kl_penalty_coef!r} both set the price. "
+                "Give one of them."
+            )
+        if self.controller is not None and not _is_controller(self.controller):
+            raise ConfigError(
+                f"controller must have init() and a pure update(state, kl, n), got {self.controller!r:.80}. Pass "
+                "klamp.Hold(target=0.05, per='token') or another controller of klamp's itself."
+            )
+        require_number("learning_rate", self.learning_rate, above=0, way_out="1e-5 to 1e-4 is usual for LoRA.")
+        require_number(
+            "kl_penalty_coef", self.kl_penalty_coef, at_least=0, way_out="A price is never negative; 0 only measures."
+        )
+        _ = self.spec
+
+    @property
+    def priced(self) -> Controller:
+        """What sets the price: the given controller, or the constant coefficient."""
+        return self.controller or Fixed(float(self.kl_penalty_coef))
+
+    @property
+    def spec(self) -> ReferenceSpec:
+        """The one reference that the arguments name; none of them: the base."""
+        named: dict[str, ReferenceSpec] = {}
+        if self.kl_penalty_reference_step is not None:
+            step = _whole("kl_penalty_reference_step", self.kl_penalty_reference_step, "Step 0 is the base.")
+            named["kl_penalty_reference_step"] = CheckpointStep(step)
+        if self.kl_ref_adapter_path is not None:
+            named["kl_ref_adapter_path"] = AdapterPath(str(self.kl_ref_adapter_path))
+        if self.kl_penalty_step_lag is not None:
+            lag = _whole("kl_penalty_step_lag", self.kl_penalty_step_lag, "It counts steps back.")
+            named["kl_penalty_step_lag"] = StepLag(lag)
+        if self.reference is not None:
+            named["reference"] = parse(self.reference)
+        if len(named) > 1:
+            raise ConfigError(f"{' and '.join(named)} each name a reference. Give one of them.")
+        return next(iter(named.values()), Base())
+
+    def config(self, place: Place, *, step: int, groups: int, largest: int, temperature: float) -> TrainConfig:
+        """The whole configuration of ``step``."""
+        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        return TrainConfig(
+            model=place.base_model,
+            run=str(place.folder),
+            steps=step,
+            seed=place.seed,
+            device=place.device,
+            save_every=1,
+            keep=place.keep,
+            kl=self._kl(),
+            rollout=RolloutConfig(prompts=groups, group_size=max(2, largest), temperature=temperature),
+            algorithm=AlgorithmConfig(name="grpo", std=self.scale_rewards, clip=(self.epsilon, high)),
+            optim=OptimConfig(
+                lr=float(self.learning_rate), max_grad_norm=self.max_grad_norm, micro_batch=self.micro_batch
+            ),
+            lora=place.lora,
+        )
+
+    def _kl(self) -> KLConfig:
+        """k1 in the advantage at the price of the controller, whose target the clamp and the monitor know too."""
+        controller = self.priced
+        target = getattr(controller, "target", None)
+        # Hold starts from the first batch's spread, unless somebody chose another start.
+        told = isinstance(controller, Hold) and controller.init_beta == Hold.init_beta
+        return KLConfig(
+            target=target,
+            per=getattr(controller, "per", None) or "token",
+            controller="hold" if told else "fixed",
+            beta=None if told else controller.init().beta,
+            estimator="k1",
+            placement="in_advantage",
+            source=self.kl_penalty_source,
+            clamp=self.clamp,
+            limit=self.kl_limit,
+            reference=str(self.spec),
+        )
+
+
+def refuse_unknown(names: Any) -> None:
+    """The error for arguments that ``train`` does not have, with the one that was meant."""
+    known = [f.name for f in fields(Arguments)]
+    for name in names:
+        if name in RIGHT_NAMES:
+            raise ConfigError(f"train() has no argument {name!r}. Write {RIGHT_NAMES[name]}.")
+        raise unknown("train() argument", name, known)
+
+
+def _is_controller(controller: object) -> bool:
+    return callable(getattr(controller, "init", None)) and callable(getattr(controller, "update", None))
+
+
+def _whole(name: str, value: Any, way_out: str) -> int:
+    number = require_number(name, value, at_least=0, way_out=way_out)
+    if number != int(number):
+        raise ConfigError(f"{name} must be a whole number of steps, got {value!r}. {way_out}")
+    return int(number)

@@ -1,0 +1,130 @@
+"""Groups of trajectories as one batch: sequences with their counted tokens, and the advantage of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from klamp.errors import ConfigError, require_number
+from klamp.local.arguments import Arguments
+from klamp.local.encode import Encoder, Row
+from klamp.objectives import group_advantages
+from klamp.train.batch import Rollout, collate
+from klamp.train.rewards import Scored
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step trains on."""
+
+    trajectories: list[list[Any]]
+    """By group; groups without any are left out."""
+    rows: list[list[list[Row]]]
+    """The sequences of each trajectory."""
+    temperature: float
+    stale: bool
+    """Whether some tokens were drawn by other weights than those about to be trained."""
+    exceptions: int
+
+    @classmethod
+    def of(cls, groups: Iterable[Any], encoder: Encoder, arguments: Arguments, *, now: int) -> Batch:
+        """``groups`` tokenised and checked; ``now`` is the step of the weights about to be trained."""
+        given = list(groups)
+        members = [list(getattr(g, "trajectories", g)) for g in given]
+        failed = sum(isinstance(t, BaseException) for g in members for t in g)
+        members = [[t for t in g if not isinstance(t, BaseException)] for g in members]
+        members = [g for g in members if g]
+        failed += sum(len(getattr(g, "exceptions", ())) for g in given)
+        if not members:
+            raise ConfigError(f"there is no trajectory to train on ({len(given)} groups, {failed} failed rollouts).")
+        for g, group in enumerate(members):
+            for t, trajectory in enumerate(group):
+                _check(trajectory, f"trajectory {t} of group {g}")
+        rows = [[encoder.rows(t) for t in group] for group in members]
+        turns = [turn for group in rows for each in group for row in each for turn in row.turns]
+        known = [v for group in rows for each in group for row in each for v in _own(row) if math.isfinite(v)]
+        if arguments.kl_penalty_source == "sample" and not known:
+            raise ConfigError(
+                "kl_penalty_source='sample' needs the log-probs that the sampler recorded, and no trajectory has any. "
+                "Keep the choices of backend.sample, or use 'current_learner'."
+            )
+        temperature = _temperature({t.temperature for t in turns if t.temperature is not None}, arguments.temperature)
+        stale = bool(known) and any(turn.step != now for turn in turns)
+        return cls(members, rows, temperature, stale, failed)
+
+    @property
+    def groups(self) -> int:
+        return len(self.trajectories)
+
+    @property
+    def largest(self) -> int:
+        return max(map(len, self.trajectories))
+
+    @property
+    def flat(self) -> list[Row]:
+        return [row for group in self.rows for each in group for row in each]
+
+    @property
+    def says_something(self) -> bool:
+        """Whether two counted tokens may differ in KL: a single answer, said over and over, is its own mean."""
+        rows = self.flat[:8]
+        return len({tuple(r.ids) for r in rows}) > 1 or any(sum(r.counted) > 1 for r in rows)
+
+    def tensors(self, pad: int, *, std: bool) -> tuple[Rollout, Scored]:
+        """The sequences, and their trajectory's reward and advantage within its group."""
+        rows = self.flat
+        rollout = collate([r.ids for r in rows], [r.counted for r in rows], [r.logp for r in rows], pad=pad)
+        rewards, advantages = [], []
+        for group, encoded in zip(self.trajectories, self.rows, strict=True):
+            own = torch.tensor([float(t.reward) for t in group], dtype=torch.float64)
+            relative = group_advantages(own, len(group), std=std)
+            for n, each in enumerate(encoded):
+                rewards += [own[n]] * len(each)
+                advantages += [relative[n]] * len(each)
+        total, valid = torch.stack(rewards).float(), torch.ones(len(rows), dtype=torch.bool)
+        return rollout, Scored(total, valid, {}, torch.stack(advantages).float())
+
+    def metrics(self) -> dict[str, float]:
+        """What the batch was made of; rewards over trajectories, each once."""
+        everyone = [t for group in self.trajectories for t in group]
+        rewards = torch.tensor([float(t.reward) for t in everyone], dtype=torch.float64)
+        named: dict[str, list[float]] = {}
+        for trajectory in everyone:
+            for name, value in dict(getattr(trajectory, "metrics", None) or {}).items():
+                named.setdefault(f"trajectory/{name}", []).append(float(value))
+        return {
+            "reward/mean": float(rewards.mean()),
+            "reward/std": float(rewards.std(correction=0)),
+            "data/groups": float(self.groups),
+            "data/trajectories": float(len(everyone)),
+            "data/sequences": float(len(self.flat)),
+            "data/retokenised": float(sum(r.retokenised for r in self.flat)),
+            "data/exceptions": float(self.exceptions),
+            "data/stale": float(self.stale),
+            **{name: sum(values) / len(values) for name, values in named.items()},
+        }
+
+
+def _own(row: Row) -> Sequence[float]:
+    return [v for v, counted in zip(row.logp, row.counted, strict=True) if counted]
+
+
+def _check(trajectory: Any, where: str) -> None:
+    if not hasattr(trajectory, "messages_and_choices") or not hasattr(trajectory, "reward"):
+        raise ConfigError(f"{where} has no messages_and_choices and reward: {trajectory!r:.60}. Make it a Trajectory.")
+    require_number(f"the reward of {where}", trajectory.reward, way_out="Leave a failed rollout out of the group.")
+
+
+def _temperature(found: set[float], told: float | None) -> float:
+    """The one temperature of the step: KL and log-probs are those of the distribution sampled from."""
+    found = found | ({float(told)} if told is not None else set())
+    if len(found) > 1:
+        raise ConfigError(
+            f"the step has temperatures {', '.join(f'{t:g}' for t in sorted(found))}. KL and log-probs are those of "
+            "the distribution sampled from: train on one temperature at a time."
+        )
+    return next(iter(found), 1.0)

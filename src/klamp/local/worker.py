@@ -1,0 +1,323 @@
+"""One model in memory: policy, optimiser, reference and sampler. Every call comes from the backend's thread for it.
+
+A call of ``train`` is one step of the trainer's own :class:`~klamp.train.learner.Learner`, written to disk before it
+returns. A call that fails leaves the model at the step before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from klamp import models
+from klamp.errors import ConfigError, KlampError
+from klamp.local.arguments import Arguments, Place
+from klamp.local.batch import Batch
+from klamp.local.encode import Encoder
+from klamp.local.trajectories import Choice, Message
+from klamp.monitor import Alarm
+from klamp.references import AdapterPath, Base, Ema, Periodic, ReferenceSpec, StepLag, parse
+from klamp.train import anchors, checkpoint
+from klamp.train.config import RolloutConfig, TrainConfig
+from klamp.train.data import mix
+from klamp.train.learner import Learner, Outcome
+from klamp.train.loop import _accelerator, _learner
+from klamp.train.preflight import preflight
+from klamp.train.rollouts import Sampler, context_of, end_ids
+from klamp.train.runs import RunFolder, atomic_text
+from klamp.train.steering import Steering, described
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a call of ``train`` did."""
+
+    step: int
+    """Steps done, this one included."""
+    metrics: dict[str, float]
+    checkpoint_path: str
+    """The adapter after the step; peft and transformers load it as it is."""
+    alarms: list[Alarm]
+    reference: dict[str, Any]
+    """What KL was measured to: its text and the hash of its weights."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Completions somebody waits for."""
+
+    messages: Sequence[Any]
+    n: int
+    tools: list[Any] | None = None
+
+
+class Worker:
+    """A model folder, opened: at its newest checkpoint, or at step 0, which is saved."""
+
+    def __init__(self, place: Place) -> None:
+        self.place, self.folder = place, RunFolder(place.folder)
+        config = TrainConfig(
+            model=place.base_model,
+            run=str(place.folder),
+            seed=place.seed,
+            device=place.device,
+            keep=place.keep,
+            lora=place.lora,
+        )
+        place.folder.mkdir(parents=True, exist_ok=True)
+        with self.folder.lock(), _randomness_untouched():
+            accelerator = _accelerator(config)
+            if accelerator.num_processes > 1:
+                raise ConfigError("LocalBackend trains in one process. For several use torchrun -m klamp train.")
+            self.tokenizer = models.load_tokenizer(place.base_model)
+            torch.manual_seed(mix(place.seed, 1))
+            self.learner: Learner = _learner(config, accelerator)
+            self._claim()
+            self._go_on(config)
+        model: Any = self.learner.policy.model
+        self.encoder = Encoder(
+            self.tokenizer,
+            vocabulary=int(model.get_input_embeddings().weight.shape[0]),
+            context=context_of(model),
+            end=end_ids(self.tokenizer, model),
+        )
+        self.sampler: Sampler | None = None
+        self.asked = 0
+
+    # -- the folder -------------------------------------------------------------------------------------------------
+
+    def _claim(self) -> None:
+        """Refuse a folder of another base, adapter shape or seed; the base by the hash of its weights."""
+        base = anchors.AdapterOff(self.learner.policy, None, Base()).identity()["weights"]
+        lora, file = self.place.lora, self.place.folder / "model.json"
+        mine = {"base_model": self.place.base_model, "weights": base, "rank": lora.rank, "alpha": lora.alpha}
+        mine |= {"targets": lora.targets, "seed": self.place.seed}
+        if not file.is_file():
+            atomic_text(file, json.dumps(mine, indent=1) + "\n")
+            return
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        different = [k for k in mine if saved.get(k) != mine[k] and k != "base_model"]
+        if different:
+            name = different[0]
+            raise ConfigError(
+                f"the model in {str(self.place.folder)!r} was made with {name}={saved.get(name)!r} (base_model "
+                f"{saved.get('base_model')!r}), not {mine[name]!r}. Use those, or another name."
+            )
+
+    def _go_on(self, config: TrainConfig) -> None:
+        saved = checkpoint.newest(self.place.folder)
+        if saved is None:
+            checkpoint.check_disk(self.place.folder, self.learner)
+            path = checkpoint.save(self.place.folder, 0, self.learner, self.tokenizer, config)
+            saved = checkpoint.Saved(0, path)
+        else:
+            checkpoint.load(saved, self.learner)
+        self._remember(saved.step, saved.path)
+        self.held = ""
+        self.folder.rewind(self.step)
+
+    def _remember(self, step: int, path: Path) -> None:
+        """What the next step goes on from, as it is on disk: a restart reads the same."""
+        state = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
+        self.step, self.path = step, path
+        self.steering: dict[str, Any] = state["steering"]
+        self.anchored: dict[str, Any] = state["reference"]
+
+    # -- training ---------------------------------------------------------------------------------------------------
+
+    def train(self, groups: Sequence[Any], arguments: Arguments) -> TrainResult:
+        """One step on ``groups``, saved."""
+        began = time.perf_counter()
+        batch = Batch.of(groups, self.encoder, arguments, now=self.step)
+        step = self.step + 1
+        config = arguments.config(
+            self.place, step=step, groups=batch.groups, largest=batch.largest, temperature=batch.temperature
+        )
+        with self.folder.lock(), _randomness_untouched():
+            self._check_current()
+            checkpoint.check_disk(self.place.folder, self.learner)
+            self._hold_to(parse(config.kl.reference))
+            self._settle(config, arguments)
+            try:
+                outcome = self._step(step, batch, config)
+                metrics = {**outcome.metrics, **batch.metrics(), "time/step": time.perf_counter() - began}
+                self._write(step, config, outcome, metrics)
+            except BaseException:
+                self._back()
+                raise
+            self._remember(step, checkpoint.folder_of(self.place.folder, step))
+        self.asked = 0
+        return TrainResult(step, metrics, str(self.path), outcome.alarms, self.anchored)
+
+    def _step(self, step: int, batch: Batch, config: TrainConfig) -> Outcome:
+        rollout, scored = batch.tensors(int(self.tokenizer.pad_token_id), std=config.algorithm.std)
+        if step == 1 and batch.says_something:
+            preflight(self.learner, rollout)
+        outcome = self.learner.step(step, rollout, scored, stale=batch.stale)
+        if self.sampler is not None:
+            self.sampler.refresh()
+        return outcome
+
+    def _write(self, step: int, config: TrainConfig, outcome: Outcome, metrics: dict[str, float]) -> None:
+        self.folder.write_config(config)
+        self.folder.append(self.folder.metrics, {"step": step, **metrics})
+        for alarm in outcome.alarms:
+            self.folder.append(self.folder.alarms, alarm.to_dict())
+        checkpoint.save(self.place.folder, step, self.learner, self.tokenizer, config)
+
+    def _settle(self, config: TrainConfig, arguments: Arguments) -> None:
+        """This step's settings on the learner; a controller with the settings of the step before goes on from there."""
+        learner = self.learner
+        learner.config = config
+        learner.policy.temperature = config.rollout.temperature
+        for group in learner.optimizer.param_groups:
+            group["initial_lr"] = config.optim.lr
+        controller = arguments.priced
+        learner.steering = Steering(config.kl, controller)
+        if self.steering.get("settings") == described(controller):
+            learner.steering.load_state_dict(self.steering)
+        if self.anchored["reference"] != config.kl.reference:
+            learner.steering.own = None  # the KL at the end of the step before is to another reference
+
+    def _check_current(self) -> None:
+        newest = max(anchors.saved_steps(self.place.folder), default=-1)
+        if newest != self.step:
+            raise KlampError(
+                f"the model in {str(self.place.folder)!r} is at step {newest} on disk and at step {self.step} here: "
+                "somebody else trained it, or removed its checkpoints. Make a new LocalBackend to go on from the disk."
+            )
+
+    def _back(self) -> None:
+        """The model as it was before a step that failed."""
+        self.learner.optimizer.zero_grad(set_to_none=True)
+        self.learner.optimizer.state.clear()
+        self._release()
+        checkpoint.load(checkpoint.Saved(self.step, self.path), self.learner)
+        self.folder.rewind(self.step)
+        if self.sampler is not None:
+            self.sampler.refresh()
+
+    # -- the reference ----------------------------------------------------------------------------------------------
+
+    def _hold_to(self, spec: ReferenceSpec) -> None:
+        """Measure to ``spec`` from now on: loaded once, looked at again when its files change."""
+        text, again = str(spec), str(spec) == self.anchored["reference"]
+        wanted = text + _stamp(spec)
+        if self.held != wanted:
+            anchors.check_reference(spec, self.place.folder, self.place.base_model, full=False)
+            self._release()
+            self.learner.reference = anchors.anchor(
+                self.learner.policy, self.learner._forward, spec, self.place.folder, on_cpu=False
+            )
+            self.held = wanted
+            extra = self.path / "reference.safetensors"
+            if again and extra.is_file():
+                self.learner.reference.load(load_file(extra), self.step)
+            if again and not isinstance(spec, StepLag | Ema | Periodic):
+                self._same_weights()
+        if isinstance(spec, StepLag):
+            self.learner.reference.load({}, self.step)
+
+    def _same_weights(self) -> None:
+        now = self.learner.reference.identity()
+        if now != self.anchored:
+            self._release()
+            raise anchors.ReferencePolicyError(
+                f"the reference {now['reference']} has other weights than at step {self.step} ({now['weights']}, then "
+                f"{self.anchored['weights']}). A KL must be measured to the same reference: restore it, or give the "
+                "new one another path."
+            )
+
+    def _release(self) -> None:
+        """Unload a reference of its own weights; the base, which needs none, in its place."""
+        policy = self.learner.policy
+        model: Any = policy.model
+        self.learner.reference = anchors.AdapterOff(policy, self.learner._forward, Base())
+        self.held = ""
+        if anchors.REFERENCE in model.peft_config:
+            with anchors._keeping_trainable(policy):
+                model.delete_adapter(anchors.REFERENCE)
+
+    # -- sampling ---------------------------------------------------------------------------------------------------
+
+    def sample(
+        self, requests: Sequence[Request], *, max_tokens: int, temperature: float
+    ) -> list[list[Choice] | Exception]:
+        """``n`` choices for every request, drawn in one batch; the error of a request whose messages do not do.
+
+        What is drawn follows from the seed, the step and the order of the calls since it.
+        """
+        prompts = [self._prompt(r, max_tokens) for r in requests]
+        repeated = [p for p, r in zip(prompts, requests, strict=True) if isinstance(p, list) for _ in range(r.n)]
+        each = iter(self._drawn(repeated, max_tokens, temperature) if repeated else [])
+        return [
+            [replace(next(each), index=i) for i in range(r.n)] if isinstance(p, list) else p
+            for p, r in zip(prompts, requests, strict=True)
+        ]
+
+    def _prompt(self, request: Request, max_tokens: int) -> list[int] | Exception:
+        try:
+            ids = self.encoder.prompt(request.messages, request.tools)
+        except ConfigError as error:
+            return error
+        context = self.encoder.context
+        if context is not None and len(ids) + max_tokens > context:
+            return ConfigError(
+                f"messages of {len(ids)} tokens and max_tokens={max_tokens} exceed the model's context of {context}. "
+                "Shorten the messages or lower max_tokens."
+            )
+        return ids
+
+    def _drawn(self, prompts: list[list[int]], max_tokens: int, temperature: float) -> Iterator[Choice]:
+        sampler = self._sampler(RolloutConfig(group_size=1, max_tokens=max_tokens, temperature=temperature))
+        generator = torch.Generator(self.learner.device).manual_seed(mix(self.place.seed, self.step, self.asked, 3))
+        drawn = sampler.sample(prompts, [""] * len(prompts), generator).to("cpu")
+        self.asked += 1
+        assert drawn.ended is not None, "the sampler says which sequences ended"
+        for row, prompt in enumerate(prompts):
+            keep = drawn.mask[row]
+            yield Choice(
+                message=Message("assistant", drawn.completions[row]),
+                finish_reason="stop" if bool(drawn.ended[row]) else "length",
+                token_ids=tuple(drawn.tokens[row][keep].tolist()),
+                logp=tuple(drawn.sampler_logp[row][keep].tolist()),
+                prompt_token_ids=tuple(prompt),
+                temperature=temperature,
+                step=self.step,
+            )
+
+    def _sampler(self, settings: RolloutConfig) -> Sampler:
+        if self.sampler is None or self.sampler.config.temperature != settings.temperature:
+            self.sampler = Sampler(self.learner.policy, self.tokenizer, settings, self.encoder.context)
+            self.sampler.refresh()
+        self.sampler.config = settings
+        return self.sampler
+
+
+def _stamp(spec: ReferenceSpec) -> str:
+    """When and how large the files of an adapter are: other than before, it is loaded anew."""
+    if not isinstance(spec, AdapterPath):
+        return ""
+    files = [Path(spec.path) / name for name in ("adapter_model.safetensors", "adapter_config.json")]
+    return "".join(f" {f.stat().st_mtime_ns} {f.stat().st_size} {f.stat().st_ino}" for f in files if f.is_file())
+
+
+@contextlib.contextmanager
+def _randomness_untouched() -> Iterator[None]:
+    """Random numbers of the caller's program go on as if nothing had happened here."""
+    python, used = random.getstate(), torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = [torch.cuda.current_device()] if used else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
