@@ -6,8 +6,8 @@ summed in float32, and a result is rounded to the dtype. So with Z the largest l
 * log-probs, KL and entropy move by at most 4 u Z through the logits (twice that of one, for two models), beside float32
   arithmetic: FLOAT32 relative and absolute;
 * where the logits are exact by construction (one-hot states pick columns of the head), float32 arithmetic alone counts;
-* gradients G of the logits are good to 2 u a value (theirs and the result's rounding) and float32's error in p, so those
-  of the hidden states to 4 u · |G| |W| and those of the head to 4 u · |G|ᵀ |h|.
+* gradients G of the logits are good to 2 u a value (theirs and the result's rounding) and float32's error in p, so
+  those of the hidden states to 4 u · |G| |W| and of the head to 4 u · |G|ᵀ |h|.
 """
 
 from __future__ import annotations
