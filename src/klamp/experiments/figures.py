@@ -1,0 +1,163 @@
+"""Figures of an arm over its seeds: time in the band, reward and perplexity where it has settled, intervals.
+
+Intervals are Student's over seeds, paired by seed where two arms are compared: prompts and random numbers are shared,
+and steps of one run are no independent draws.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+from klamp.experiments.records import Record
+
+BAND = 0.2
+"""Half-width of the band, relative to the target."""
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+"""Student's t at 97.5 % for 1, 2, ... degrees of freedom."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean with its 95 % interval; no interval (NaN ends) from a single seed."""
+
+    mean: float
+    low: float = math.nan
+    high: float = math.nan
+
+    def __str__(self) -> str:
+        if math.isnan(self.low):
+            return f"{self.mean:+.3g}"
+        return f"{self.mean:+.3g} [{self.low:+.3g}, {self.high:+.3g}]"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """An arm in numbers. ``late`` figures are means over the second half of the run."""
+
+    arm: str
+    seeds: int
+    entered: int
+    """Seeds that entered the band."""
+    entry: float
+    """Mean step of first entry; NaN where none entered."""
+    in_band: float
+    """Share of steps in band from first entry on, pooled over seeds; NaN where none entered."""
+    held_steps: int
+    """Steps that share is taken over."""
+    highest: float
+    """Highest KL from first entry on (from the start where none entered), in targets."""
+    kl: float
+    kl_end: float
+    reward: float
+    perplexity: float
+    perplexity_reference: float
+    entropy: float
+    beta: float
+    effort: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; NaN as None."""
+        return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in asdict(self).items()}
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """``mean ± t · s / sqrt(n)``."""
+    clean = [v for v in values if math.isfinite(v)]
+    if not clean:
+        return Interval(math.nan)
+    if len(clean) == 1:
+        return Interval(clean[0])
+    half = T95[min(len(clean) - 1, len(T95)) - 1] * stdev(clean) / math.sqrt(len(clean))
+    return Interval(fmean(clean), fmean(clean) - half, fmean(clean) + half)
+
+
+def figures(arm: str, records: Sequence[Record], target: float | None) -> Figures:
+    """The figures of one arm."""
+    entries = [first_entry(r, target) for r in records]
+    held = [_held(r, e) for r, e in zip(records, entries, strict=True) if e is not None]
+    pooled = [v for values in held for v in values]
+    everything = pooled or [v for r in records for v in r.get("kl/steered").from_step(0)]
+    inside = [abs(v / target - 1) <= BAND for v in pooled] if target else []
+    return Figures(
+        arm=arm,
+        seeds=len(records),
+        entered=len(held),
+        entry=_mean([e for e in entries if e is not None]),
+        in_band=_mean(inside),
+        held_steps=len(pooled),
+        highest=max(everything, default=math.nan) / target if target else math.nan,
+        kl=late(records, "kl/steered"),
+        kl_end=_mean([v for r in records for v in r.get("kl/steered").from_step(0.9 * r.last_step)]),
+        reward=late(records, "reward/mean"),
+        perplexity=late(records, "heldout/perplexity"),
+        perplexity_reference=late(records, "heldout/perplexity_reference"),
+        entropy=late(records, "policy/entropy"),
+        beta=late(records, "kl/beta"),
+        effort=late(records, "kl/clamp/effort"),
+    )
+
+
+def first_entry(record: Record, target: float | None) -> float | None:
+    """The first step whose KL is within the band; None where there is none."""
+    kl = record.get("kl/steered")
+    if not target:
+        return None
+    return next((s for s, v in zip(kl.steps, kl.values, strict=True) if abs(v / target - 1) <= BAND), None)
+
+
+def late_of(record: Record, key: str) -> float:
+    """A run's mean over its second half."""
+    return _mean(record.get(key).from_step(record.last_step / 2))
+
+
+def late(records: Sequence[Record], key: str) -> float:
+    """The mean of :func:`late_of` over runs."""
+    return _mean([x for x in (late_of(r, key) for r in records) if math.isfinite(x)])
+
+
+def paired(ours: Sequence[Record], theirs: Sequence[Record], key: str) -> Interval:
+    """Mean difference of a figure, ours minus theirs, over the seeds that both have."""
+    other = {r.seed: late_of(r, key) for r in theirs}
+    return interval([late_of(r, key) - other[r.seed] for r in ours if r.seed in other])
+
+
+def at_equal_kl(ours: Sequence[Record], constants: Sequence[Sequence[Record]], key: str) -> Interval:
+    """Ours minus what constant prices get at the KL we hold, seed by seed.
+
+    For each seed a parabola in sqrt(KL) is fitted through the constants' points and read off at our own sqrt(KL).
+    """
+    differences = []
+    for record in ours:
+        points = [
+            (math.sqrt(max(late_of(r, "kl/steered"), 0.0)), late_of(r, key))
+            for group in constants
+            for r in group
+            if r.seed == record.seed
+        ]
+        points = [p for p in points if all(map(math.isfinite, p))]
+        x = math.sqrt(max(late_of(record, "kl/steered"), 0.0))
+        if len(points) >= 3 and min(p[0] for p in points) <= x <= max(p[0] for p in points):
+            differences.append(late_of(record, key) - _parabola(points, x))
+    return interval(differences)
+
+
+def _parabola(points: list[tuple[float, float]], x: float) -> float:
+    """The least-squares parabola through ``points`` (a line through fewer than five) at ``x``."""
+    import torch
+
+    powers = 3 if len(points) >= 5 else 2
+    at = torch.tensor([[(p[0] - x) ** k for k in range(powers)] for p in points], dtype=torch.float64)
+    values = torch.tensor([[p[1]] for p in points], dtype=torch.float64)
+    return float(torch.linalg.lstsq(at, values, driver="gelsd").solution[0])
+
+
+def _held(record: Record, entry: float) -> list[float]:
+    return record.get("kl/steered").from_step(entry)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else math.nan

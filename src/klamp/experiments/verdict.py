@@ -1,0 +1,162 @@
+"""What a comparison says: a verdict for each arm, the checks, and one sentence with its numbers and interval."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from klamp.experiments.arms import ADAPTIVE, ORACLE
+from klamp.experiments.compare import Comparison
+from klamp.experiments.figures import Figures, Interval, at_equal_kl, paired
+
+DEGRADED = 1.25
+"""Held-out perplexity, in the reference's, above which a policy's English has suffered."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A figure that was promised, what it is, and whether it holds; None where it cannot be told."""
+
+    what: str
+    found: str
+    holds: bool | None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """All that is said about a comparison."""
+
+    figures: list[Figures]
+    arms: dict[str, str]
+    checks: list[Check]
+    sentence: str
+    oracle: str | None
+
+
+def judge(comparison: Comparison) -> Verdict:
+    """Figures, verdicts, checks and the sentence."""
+    rows = comparison.figures()
+    reference = float(comparison.reference["perplexity"]["heldout"])
+    return Verdict(
+        figures=rows,
+        arms={f.arm: verdict(f, comparison.target, reference) for f in rows},
+        checks=checks(comparison, {f.arm: f for f in rows}),
+        sentence=sentence(comparison, {f.arm: f for f in rows}),
+        oracle=comparison.oracle,
+    )
+
+
+def verdict(found: Figures, target: float, reference_perplexity: float) -> str:
+    """A few words for one arm."""
+    if found.entered == 0:
+        where = "stays below the band" if found.kl < target else "shoots past the band"
+    elif found.in_band >= 0.95 and found.highest <= 1.2:
+        where = "holds the band"
+    elif found.kl_end > 2 * target:
+        where = f"drifts off: KL ends at {found.kl_end / target:.2g} × target"
+    elif found.in_band >= 0.75:
+        where = "mostly in band"
+    else:
+        where = "wanders" if found.entered == found.seeds else "enters with some seeds only"
+    ratio = found.perplexity / reference_perplexity
+    return f"{where}; English degraded ({ratio:.2g} × perplexity)" if ratio > DEGRADED else where
+
+
+def checks(comparison: Comparison, rows: dict[str, Figures]) -> list[Check]:
+    """The figures klamp promises, as they came out."""
+    found = []
+    if "hold" in rows:
+        hold = rows["hold"]
+        found.append(Check("hold in band ≥ 95 % from first entry", _percent(hold.in_band), hold.in_band >= 0.95))
+        found.append(Check("hold never above 1.2 × target", f"{hold.highest:.2f} ×", hold.highest <= 1.2))
+    if "hold-price" in rows:
+        price = rows["hold-price"]
+        if ORACLE in rows:
+            gap = 100 * (price.in_band - rows[ORACLE].in_band)
+            found.append(Check("hold-price within 5 points of the oracle", f"{gap:+.1f} points", gap >= -5))
+        found.append(Check("hold-price never above 2 × target", f"{price.highest:.2f} ×", price.highest <= 2))
+    if "hold" in rows and comparison.constants:
+        found += _against_constants(comparison)
+    return found
+
+
+def _against_constants(comparison: Comparison) -> list[Check]:
+    ours, constants = comparison.arms["hold"], list(comparison.constants.values())
+    reward = at_equal_kl(ours, constants, "reward/mean")
+    perplexity = at_equal_kl(ours, constants, "heldout/perplexity")
+    return [
+        Check("reward of hold no lower than a constant's at its KL", str(reward), _not_below(reward)),
+        Check("held-out perplexity no higher, likewise", str(perplexity), _not_below(_minus(perplexity))),
+    ]
+
+
+def sentence(comparison: Comparison, rows: dict[str, Figures]) -> str:
+    """The finding in one sentence: the adaptive arm nearest its target beside the static one."""
+    adaptive = [rows[a] for a in ADAPTIVE if a in rows]
+    if not adaptive or "static" not in rows:
+        best = max(rows.values(), key=_closeness)
+        return f"Nearest to the target of {_target(comparison)} was {best.arm}: {_band(best)}."
+    ours, static = max(adaptive, key=_closeness), rows["static"]
+    reward = paired(comparison.arms[ours.arm], comparison.arms["static"], "reward/mean")
+    perplexity = paired(comparison.arms[ours.arm], comparison.arms["static"], "heldout/perplexity")
+    closer = _closeness(ours) > _closeness(static)
+    closest = f"its target of {_target(comparison)} than static did"
+    opening = (
+        f"{ours.arm} kept KL closer to {closest}"
+        if closer
+        else f"No adaptive arm kept KL closer to {closest}; {ours.arm} came nearest"
+    )
+    price = f"beta {static.beta:g}"
+    return (
+        f"{opening} ({_band(ours)}, against {_band(static)} with {price}); its held-out perplexity was "
+        f"{_compared(perplexity, 'lower', 'higher')} and its reward {_compared(reward, 'lower', 'higher')}"
+        f"{_trade(reward, perplexity)}."
+    )
+
+
+def _trade(reward: Interval, perplexity: Interval) -> str:
+    """What a lower reward bought, or what a higher one cost; nothing where neither is certain."""
+    if reward.high < 0 and perplexity.high < 0:
+        return ": what static gained in reward it paid for in English"
+    if reward.high < 0 and not perplexity.high < 0:
+        return ": on this run adaptive steering did not win"
+    return ""
+
+
+def _compared(found: Interval, down: str, up: str) -> str:
+    if math.isnan(found.mean):
+        return "not measured"
+    if math.isnan(found.low):
+        return f"{abs(found.mean):.3g} {down if found.mean < 0 else up} (one seed, no interval)"
+    interval = f"95 % interval {found.low:+.3g} to {found.high:+.3g}"
+    if found.low <= 0 <= found.high:
+        return f"no different by a 95 % interval ({found.mean:+.3g}, {found.low:+.3g} to {found.high:+.3g})"
+    return f"{abs(found.mean):.3g} {down if found.mean < 0 else up} ({interval})"
+
+
+def _band(found: Figures) -> str:
+    if found.entered == 0:
+        return f"never in band, KL {found.kl:.3g}"
+    return f"{_percent(found.in_band)} of steps in band, at most {found.highest:.2f} × target"
+
+
+def _closeness(found: Figures) -> tuple[float, float]:
+    share = 0.0 if math.isnan(found.in_band) else found.in_band * found.entered / found.seeds
+    return share, -found.highest
+
+
+def _target(comparison: Comparison) -> str:
+    return f"{comparison.target:g} nats per {comparison.per}"
+
+
+def _percent(x: float) -> str:
+    return "–" if math.isnan(x) else f"{100 * x:.1f} %"
+
+
+def _minus(x: Interval) -> Interval:
+    return Interval(-x.mean, -x.high, -x.low)
+
+
+def _not_below(x: Interval) -> bool | None:
+    """False only where the whole interval is below 0; None where there is none."""
+    return None if math.isnan(x.high) else x.high >= 0

@@ -1,0 +1,73 @@
+"""The main figure as PNG and PDF: reward, KL with its band, beta and held-out perplexity."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from klamp.report.text import visible
+from klamp.report.view import Arm, View, chart_data
+
+DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-.", "longdash": (0, (8, 3))}
+PANELS = (("reward", "reward"), ("kl", "KL"), ("beta", "beta"), ("perplexity", "held-out perplexity"))
+
+
+def save(view: View, folder: Path) -> list[Path]:
+    """Write figure.png and figure.pdf into ``folder``."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    data = chart_data(view)
+    figure = Figure(figsize=(9.6, 6.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (key, title) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
+        _panel(axes, key, title, view, data)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False, fontsize=9)
+    made = []
+    # No dates inside: the same runs give the same files.
+    for name, extra in (("figure.png", {"dpi": 160}), ("figure.pdf", {"metadata": {"CreationDate": None}})):
+        aside = folder / f".{name}"
+        figure.savefig(aside, format=name[-3:], **extra)
+        made.append(aside.replace(folder / name))
+    return made
+
+
+def _panel(axes: Any, key: str, title: str, view: View, data: dict[str, Any]) -> None:
+    highest = 0.0
+    for arm, numbers in zip(view.arms, data["arms"], strict=True):
+        highest = max(highest, _line(axes, arm, numbers[key], len(view.arms)))
+    lowest = min((y for n in data["arms"] for y in n[key]["y"] if y), default=1.0, key=abs)
+    if key == "kl":
+        _band(axes, view.target, highest)
+        title = f"KL, nats per {view.per.replace('_', ' ')}"
+    elif key in ("beta", "perplexity") and 0 < 2.5 * lowest < highest:
+        axes.set_yscale("log")
+    axes.set_title(title, fontsize=11, loc="left")
+    axes.set_xlabel("step", fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _line(axes: Any, arm: Arm, curve: dict[str, list[float | None]], arms: int) -> float:
+    x = [v for v in curve["x"] if v is not None]
+    y = [math.nan if v is None else v for v in curve["y"]]
+    if not x:
+        return 0.0
+    style = {"color": arm.look.light, "linestyle": DASHES[arm.look.dash], "linewidth": 1.8}
+    axes.plot(x, y, label=visible(arm.name).replace("$", r"\$") if arms <= 12 else None, **style)
+    if curve["low"]:
+        low, high = ([math.nan if v is None else v for v in curve[side]] for side in ("low", "high"))
+        axes.fill_between(x, low, high, color=arm.look.light, alpha=0.13, linewidth=0)
+    return max((v for v in y if math.isfinite(v)), default=0.0)
+
+
+def _band(axes: Any, target: float | None, highest: float) -> None:
+    axes.set_yscale("log")
+    if target:
+        axes.axhspan(0.8 * target, 1.2 * target, color="#5a6675", alpha=0.18, linewidth=0)
+        axes.axhline(target, color="#5a6675", linewidth=0.9, linestyle=":")
+        axes.set_ylim(target / 12, max(highest, 1.3 * target) * 1.15)

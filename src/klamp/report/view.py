@@ -1,0 +1,198 @@
+"""What a page shows: arms with their runs, colours and curves, whatever experiment they come from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from klamp.experiments.figures import Figures, figures, interval, late_of
+from klamp.experiments.records import Record, Series
+
+SMOOTH = 5
+"""Steps over which rewards are averaged before they are drawn."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """An arm's colour on light and on dark ground, and its dash: colour never stands alone."""
+
+    light: str
+    dark: str
+    dash: str = "solid"
+
+
+# Okabe and Ito's palette, told apart by colour-blind readers; darkened or lightened where the ground asks for it.
+LOOKS = {
+    "hold": Look("#0072B2", "#4DB2F0"),
+    "hold-price": Look("#009E73", "#2CCB9D", "dash"),
+    "static": Look("#D55E00", "#FF8A3D"),
+    "ziegler": Look("#B8860B", "#E8B93C", "dashdot"),
+    "exponential": Look("#B0498B", "#E58BC2", "dot"),
+    "oracle": Look("#4A4A4A", "#C8C8C8", "longdash"),
+}
+SPARE = [Look("#0072B2", "#4DB2F0"), Look("#D55E00", "#FF8A3D"), Look("#009E73", "#2CCB9D"), Look("#B0498B", "#E58BC2")]
+SPARE += [
+    Look("#B8860B", "#E8B93C"),
+    Look("#4A4A4A", "#C8C8C8"),
+    Look("#0E9AA7", "#5BD1DB"),
+    Look("#7A5195", "#B998D6"),
+]
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A line on every chart."""
+
+    name: str
+    runs: list[Record]
+    look: Look
+    figures: Figures
+    verdict: str = ""
+    summary: str = ""
+
+
+@dataclass(frozen=True)
+class View:
+    """Everything on the page."""
+
+    title: str
+    sentence: str
+    arms: list[Arm]
+    target: float | None
+    per: str
+    checks: list[tuple[str, str, bool | None]] = field(default_factory=list)
+    reference: dict[str, Any] = field(default_factory=dict)
+    constants: dict[str, list[Record]] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    notes: str = ""
+
+
+def look(name: str, index: int, total: int) -> Look:
+    """An arm's own look, or the next spare one; many runs of a sweep go along one scale instead."""
+    if name in LOOKS:
+        return LOOKS[name]
+    if total > len(SPARE):
+        return _scale(index / max(total - 1, 1), DASHES[0])
+    spare = SPARE[index % len(SPARE)]
+    return Look(spare.light, spare.dark, DASHES[index % len(DASHES)])
+
+
+def _scale(x: float, dash: str) -> Look:
+    """Cividis in four stops: a sequence that colour-blind readers see in order."""
+    stops = [(0, 34, 78), (87, 93, 109), (165, 156, 116), (253, 231, 55)]
+    i = min(int(x * 3), 2)
+    mixed = [round(a + (b - a) * (3 * x - i)) for a, b in zip(stops[i], stops[i + 1], strict=True)]
+    light = [round(c * 0.85) for c in mixed]
+    dark = [round(c + (255 - c) * 0.3) for c in mixed]
+    on_light, on_dark = ("#" + "".join(f"{c:02X}" for c in side) for side in (light, dark))
+    return Look(on_light, on_dark, dash)
+
+
+def make_arm(name: str, runs: list[Record], index: int, total: int, target: float | None, **more: str) -> Arm:
+    """An arm with its look and figures."""
+    return Arm(name, runs, look(name, index, total), figures(name, runs, target), **more)
+
+
+def chart_data(view: View) -> dict[str, Any]:
+    """The numbers that the page's charts draw; no NaN in it."""
+    start = view.reference.get("perplexity", {})
+    return {
+        "target": view.target,
+        "per": view.per,
+        "arms": [_arm_data(arm, start) for arm in view.arms],
+        "constants": [_point(name, runs) for name, runs in view.constants.items()],
+        "frontier": frontier(view),
+        "reference": {k: _clean(v) for k, v in start.items()},
+    }
+
+
+def _arm_data(arm: Arm, start: dict[str, float]) -> dict[str, Any]:
+    runs = arm.runs
+    return {
+        "name": arm.name,
+        "light": arm.look.light,
+        "dark": arm.look.dark,
+        "dash": arm.look.dash,
+        "seeds": len(runs),
+        "reward": curve([smooth(r.get("reward/mean")) for r in runs]),
+        "kl": curve([r.get("kl/steered") for r in runs]),
+        "beta": curve([r.get("kl/beta") for r in runs]),
+        "entropy": curve([r.get("policy/entropy") for r in runs]),
+        "perplexity": curve([_from(start.get("heldout"), r.get("heldout/perplexity")) for r in runs]),
+        "on_reference": curve([_from(start.get("reference"), r.get("heldout/perplexity_reference")) for r in runs]),
+        "path": _path(runs),
+        "end": _point(arm.name, runs),
+    }
+
+
+def curve(runs: Sequence[Series]) -> dict[str, list[float | None]]:
+    """Mean over seeds with its 95 % interval at every step that any run has; values as they stand in the files."""
+    at: dict[float, list[float]] = {}
+    for series in (s.thinned() for s in runs):
+        for step, value in zip(series.steps, series.values, strict=True):
+            if math.isfinite(value):
+                at.setdefault(step, []).append(value)
+    bands = {step: interval(values) for step, values in sorted(at.items())}
+    several = max(map(len, at.values()), default=0) > 1
+    return {
+        "x": list(bands),
+        "y": [_clean(b.mean) for b in bands.values()],
+        "low": [_clean(b.low) for b in bands.values()] if several else [],
+        "high": [_clean(b.high) for b in bands.values()] if several else [],
+    }
+
+
+def smooth(series: Series, width: int = SMOOTH) -> Series:
+    """Means over the last ``width`` steps."""
+    made = Series()
+    for i, step in enumerate(series.steps):
+        recent = [v for v in series.values[max(0, i + 1 - width) : i + 1] if math.isfinite(v)]
+        made.add(step, sum(recent) / len(recent) if recent else math.nan)
+    return made
+
+
+def frontier(view: View) -> dict[str, list[float]]:
+    """Best late reward at or below each late √KL, over all arms and constants."""
+    points = [_point(a.name, a.runs) for a in view.arms] + [_point(n, r) for n, r in view.constants.items()]
+    kept: list[tuple[float, float]] = []
+    for point in sorted((p for p in points if p["x"] is not None and p["y"] is not None), key=lambda p: p["x"]):
+        if not kept or point["y"] > kept[-1][1]:
+            kept.append((point["x"], point["y"]))
+    return {"x": [x for x, _ in kept], "y": [y for _, y in kept]}
+
+
+def _point(name: str, runs: Sequence[Record]) -> dict[str, Any]:
+    """Where runs have settled: late √KL and reward with its interval."""
+    kl = [late_of(r, "kl/steered") for r in runs]
+    clean = [k for k in kl if math.isfinite(k) and k >= 0]
+    reward = interval([late_of(r, "reward/mean") for r in runs])
+    x = math.sqrt(sum(clean) / len(clean)) if clean else None
+    half = reward.high - reward.mean if math.isfinite(reward.high) else None
+    return {"name": name, "x": x, "y": _clean(reward.mean), "half": half}
+
+
+def _path(runs: Sequence[Record]) -> dict[str, list[float | None]]:
+    """The way through the plane of √KL and reward, both averaged over seeds and a few steps."""
+    kl = curve([smooth(r.get("kl/steered"), 2 * SMOOTH) for r in runs])
+    reward = curve([smooth(r.get("reward/mean"), 2 * SMOOTH) for r in runs])
+    rewards = dict(zip(reward["x"], reward["y"], strict=True))
+    both = [(k, rewards.get(x)) for x, k in zip(kl["x"], kl["y"], strict=True) if k is not None and k >= 0]
+    return {"x": [math.sqrt(k) for k, _ in both], "y": [r for _, r in both]}
+
+
+def _from(start: float | None, series: Series) -> Series:
+    """``series`` with the reference's own value in front, at step 0."""
+    if start is None or not len(series):
+        return series
+    made = Series()
+    made.add(0, float(start))
+    for step, value in zip(series.steps, series.values, strict=True):
+        made.add(step, value)
+    return made
+
+
+def _clean(x: float) -> float | None:
+    return x if math.isfinite(x) else None
