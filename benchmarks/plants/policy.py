@@ -177,10 +177,15 @@ class Training:
         noisy = reward + (self.runs.kind == 3)[:, None] * self._noise("standard_normal", N)
         advantage = self._advantage(noisy)
         self.visits = np.bincount(context.ravel(), minlength=len(self.runs) * CONTEXTS).reshape(-1, CONTEXTS)
-        measured = (self.visits * self.kl_table).sum(-1) / (N * T)
-        measured *= np.exp(self.runs.noise * self._noise("standard_normal"))
+        self.reading = np.exp(self.runs.noise * self._noise("standard_normal"))
+        measured = (self.visits * self.kl_table).sum(-1) / (N * T) * self.reading
         self._adam((self._kl_gradient(context, token) * beta[:, None, None] - self._score(context, token, advantage)))
         return measured, reward.mean(-1)
+
+    def own_kl(self, j: int, b: Array) -> float:
+        """KL of run j with these weights on the tokens of the last step, under the same measurement noise."""
+        logp = self.table(j, b)
+        return float((self.visits[j] * (np.exp(logp) * (logp - self.runs.ref[j])).sum(-1)).sum() / (N * T) * self.reading[j])
 
     def _advantage(self, reward: Array) -> Array:
         grouped = reward.reshape(len(reward), PROMPTS, GROUP)

@@ -285,3 +285,79 @@ class Gap:
         """The limit for own tokens that holds fresh KL at ``limit``."""
         _check_limit(limit)
         return limit / state.ratio
+
+
+@dataclass(frozen=True)
+class GaugeState:
+    """The KL of the weights as they are, and how the present batch reads it."""
+
+    level: float = 0.0
+    """KL on fresh samples, freed of the batches' noise; 0 before the first."""
+    reading: float = 0.0
+    """What the present batch measured before its update."""
+    share: float = 1.0
+    """How much of the growth that a step shows on its own tokens is there on fresh ones, in logarithms."""
+    pairs: int = 0
+
+
+@dataclass(frozen=True)
+class Gauge:
+    """The limit on a step's own tokens that holds fresh KL under ``limit``, batch by batch: a finer :class:`Gap`.
+
+    A batch reads KL with an error of 5 to 15 %, but it reads the weights before and after its update with the same
+    error. So the change is known ten times better than the level: the gauge adds up the changes and lets each fresh
+    reading correct the sum by a tenth.
+
+        gauge_state = gauge.update(gauge_state, fresh_kl, last_clamped)     # at the start of a step
+        own = measure()                                                     # after its update, on its own tokens
+        last_clamped = clamp(measure, scale, gauge.limit(gauge_state, limit, own), kl=own)
+    """
+
+    rate: float = 0.1
+    """Share of a fresh reading in the level, once ten are there."""
+    learn: float = 0.2
+    """How fast the share of growth is learned, where a step grew by much; from small growths nothing is."""
+
+    def init(self) -> GaugeState:
+        """Nothing read."""
+        return GaugeState()
+
+    def update(self, state: GaugeState, fresh: float, last: Clamped | None) -> GaugeState:
+        """The state after a batch read ``fresh``; ``last`` is what the clamp found and did in the step before it."""
+        if not (math.isfinite(fresh) and fresh > 0):
+            return state
+        if last is None or state.level <= 0 or not _positive(last.kl_before, last.kl_after):
+            return replace(state, level=fresh, reading=fresh)
+        expected = self._expected(state, last.kl_before) * last.kl_after / last.kl_before
+        # a factor of two is beyond any batch's noise, and as far as one may pull
+        surprise = min(max(math.log(fresh / expected), -0.7), 0.7)
+        level = expected * math.exp(max(self.rate, 1 / (state.pairs + 2)) * surprise)
+        grown = _growth(state.reading, last.kl_before)
+        share = state.share + self.learn * surprise * grown / (grown * grown + 0.1)  # 0.1: growth of 30 % halves it
+        return GaugeState(level, fresh, min(max(share, 0.0), 1.2), state.pairs + 1)
+
+    def limit(self, state: GaugeState, limit: float, own: float) -> float:
+        """The limit for own tokens that read ``own`` after the update.
+
+        It keeps 3 % back for the noise of the level, and 15 % / sqrt(n) more while that rests on n readings.
+        """
+        _check_limit(limit)
+        back = math.exp(-0.03 - 0.15 / math.sqrt(state.pairs + 1))
+        if not _positive(own, own):
+            return limit * back
+        return limit * back * min(max(own / self._expected(state, own), 0.5), 3.0)
+
+    def _expected(self, state: GaugeState, own: float) -> float:
+        """Fresh KL where own tokens read ``own``, unclamped; own itself where growth from near 0 says nothing."""
+        if not state.reading > 0.05 * own:
+            return own
+        return state.level * math.exp(state.share * _growth(state.reading, own))
+
+
+def _positive(*values: float) -> bool:
+    return all(math.isfinite(v) and v > 0 for v in values)
+
+
+def _growth(before: float, after: float) -> float:
+    """``log(after / before)``, within a factor of 4.5: beyond, the step was not one worth learning from."""
+    return min(max(math.log(after / before), -1.5), 1.5) if _positive(before, after) else 0.0

@@ -1,7 +1,14 @@
 """``Hold``: find the price that keeps KL at its target, then be quiet.
 
-``x = sqrt(KL / target)`` settles at ``beta* / beta``: KL regulates itself to ``c / beta^2``. So a measured KL, divided by
-what the policy has felt so far of recent prices, reads off ``beta*`` even while KL is still moving.
+The plant, in ``x = sqrt(KL / target)`` and the drive ``d = beta* / beta``, where ``beta*`` holds the target:
+
+    x' = rate (1 - x / d)
+
+KL climbs at a rate that the optimiser sets, whatever the price, and settles at ``x = d``, which is
+``KL = target (beta* / beta)^2``. An extended Kalman filter follows three numbers, ``log x``, ``log beta*`` and
+``log rate``, from the measured KL and the prices charged. The next price is the one under which this model carries x
+to 1 in about eight steps, or at its own pace where that is faster. On a fast plant that is ``beta*`` and nothing else:
+quiet. A slow one is pushed, and let go in time. All is relative to the target, so the unit of KL does not matter.
 """
 
 from __future__ import annotations
@@ -9,27 +16,99 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from klamp.controllers.base import Bounds, State, check_bounds, check_target, clip, skip
+from klamp.controllers.base import (
+    LARGEST,
+    SMALLEST,
+    Bounds,
+    State,
+    check_bounds,
+    check_target,
+    clip,
+    observed,
+    skip,
+)
 from klamp.errors import ConfigError, require_number, unknown
 from klamp.masked import Unit
 
 PRESETS = {"conservative": 0.02, "moderate": 0.08, "aggressive": 0.15}
 """Targets in nats per token, inside the usual bands 0.01-0.03, 0.05-0.10 and 0.10-0.20."""
 
+# The start. Variances are of natural logarithms.
+UNKNOWN_PRICE = 1.7  # sd 1.3: a price from nowhere is wrong by up to ten times either way
+TOLD_PRICE = 0.08  # sd 0.28: the feed-forward was within 0.4 to 1.2 of the best constant
+FIRST_RATE, RATE_DOUBT = 0.05, 1.5  # a climb of 20 steps, give or take 3.4 times: those of real runs took 3 to 80
+LEAST = 1e-4  # KL / target below which a reading says nothing (x = 0.01), and before which nothing has begun
+HUGE = 1e4  # KL / target above which it is simply far too high
+WAIT = 5  # but after that many readings it has: the price is so high that KL cannot rise
+
+# The plant is not exactly the model. Variances a step.
+X_WANDER = 4e-4  # log x moves by 2 % a step on its own: batches differ
+BEST_WANDER = 9e-4  # log beta* by 3 %: the reward left to win changes as it is won
+RATE_WANDER = 4e-4  # log rate by 2 %
+EARLY_RATE = 0.07  # and by 0.07 / n more at step n: Adam's first steps are all sign, then the climb slows down. Without
+# it that slowing reads as "KL is settling far below the target", and the price falls 5 times too low on the way up
+STEP_ERROR = 0.1  # (0.3 of the predicted change of log x)^2: a prediction of doubling is worth less than one of staying
+
+# What is measured.
+FELT = 1 / 3.5  # share of a new price in what the policy feels: delay and momentum are 3 to 5 steps
+NOISE_RATE = 0.03  # the noise is an average over some 30 readings
+NOISE = (4e-4, 0.09)  # its bounds: 2 % of x is better than any batch, 30 % is as bad as counts for anything
+FIRST_NOISE = 0.005  # 7 % of x, 14 % of KL: a batch of a hundred sequences
+SMALL_KL = 0.09  # below this x the noise of KL no longer shrinks with KL, so the log of it grows
+OUTLIER = 3.5  # standard deviations; one wild reading moves the filter no further
+RUN_RATE, RUN_BOOST = 0.1, 0.3  # surprises of one sign, ten in a row, mean that beta* has jumped: follow faster
+
+# What is done.
+PACE = 8.0  # steps to the target on a slow plant: more than its delays, or the push oscillates
+MOST = 8.0  # how much faster than by itself a slow plant is driven
+LEAD = 2.6  # steps ahead at which x is judged: what is decided now is felt then
+HARDEST = 0.085  # least drive asked for, when KL is far above the target
+BOLDNESS, BOLDER = 6.0, 3.0  # highest drive asked for while KL is low; exp(3 sd) higher while beta* is not known
+RISE, FALL = 1.4, 0.13  # largest change of log beta a step: up at once, for KL is running away; down with care
+CLIMB, CLIMB_FALL = 40.0, 0.02  # on a climb that arrives within 40 steps by itself, beta falls by 2 % a step at most
+SPEED_RATE = 0.25  # the climb is averaged over about four steps
+
+# With a clamp beside it.
+LEAN = 0.1  # a price 10 % under beta* rests KL lightly on the clamp, which cuts the upper half of its wander
+LEAN_IDLE, IDLE = 0.03, 15  # and 3 % lower a step while KL is low and the clamp is idle, 15 steps at most
+UNCLAMPED = 1.15  # x that a clamp would not have let pass: there is none any more
+
 
 @dataclass(frozen=True)
 class HoldState(State):
-    """What the controller believes of the plant. Numbers only."""
+    """What the controller believes of the plant, relative to the target."""
 
-    felt: tuple[float, ...] = (0.0, 0.0)
-    centre: float = 0.0
-    surprise: tuple[float, ...] = (0.0, 0.3)
-    level: tuple[float, ...] = (0.0, 0.0)
+    moved: int = 0
+    """Readings since KL left zero."""
+    felt: float = 0.0
+    """Mean of ``1 / beta`` over the last few steps."""
+    x: float = 0.0
+    """``sqrt(KL / target)``, freed of noise."""
+    best: float = 0.0
+    """``log beta*``: the price that holds the target."""
+    rate: float = math.log(FIRST_RATE)
+    """Logarithm of the climb of x a step, without a price."""
+    doubt: tuple[float, ...] = (0.0, 0.0, 0.0, UNKNOWN_PRICE, 0.0, RATE_DOUBT)
+    """Covariance of (log x, best, rate): xx, xb, xr, bb, br, rr."""
+    noise: float = FIRST_NOISE
+    """Variance of a reading of log x."""
+    readings: tuple[float, ...] = ()
+    """The last two readings of log x."""
+    run: float = 0.0
+    """Mean of recent surprises, in standard deviations: 0 when the model is right."""
+    speed: float = 0.0
+    """Mean of recent changes of x."""
+    undone: float = 0.0
+    """The clamp's effort after the last reading."""
+    lean: float = 0.0
+    """1 while there is a clamp to lean on."""
+    idle: int = 0
+    """Readings since it last had to act."""
 
 
 @dataclass(frozen=True)
 class Hold:
-    """``log beta = log beta* + push-back``; ``beta*`` is read off ``sqrt(KL / target)`` and the prices felt so far."""
+    """``log beta = log beta* - log drive``, with ``beta*`` and the pace of the plant from a Kalman filter on KL."""
 
     target: float
     per: Unit | None = None
@@ -49,13 +128,21 @@ class Hold:
         return cls(target=PRESETS[name], per="token")
 
     def init(self, *, spread: float | None = None, length: float | None = None) -> HoldState:
-        """``beta = 0.65 spread / sqrt(2 target per sequence)``; at ``init_beta`` when told nothing."""
-        beta = self.init_beta
-        if spread is not None:
-            require_number("spread", spread, above=0, way_out="It is the RMS spread of the advantages in a group.")
-            beta = 0.65 * spread / math.sqrt(2 * self.target * self._tokens(length))
+        """``beta = 0.65 spread / sqrt(2 target per sequence)``; at ``init_beta``, and less sure of it, told nothing.
+
+        ``spread`` is the RMS spread within a prompt of the advantages as they multiply the score: about 1 after
+        normalisation. ``length``, the mean number of tokens, is needed unless the target is per sequence. The factor
+        is where the best constants of real and simulated runs lay: 0.4 to 0.8 of the small-tilt value.
+        """
+        if spread is None:
+            return self._start(self.init_beta, UNKNOWN_PRICE)
+        require_number("spread", spread, above=0, way_out="It is the RMS spread of the advantages in a group.")
+        return self._start(0.65 * spread / math.sqrt(2 * self.target * self._tokens(length)), TOLD_PRICE)
+
+    def _start(self, beta: float, doubt: float) -> HoldState:
         beta = clip(beta, *self.bounds)
-        return HoldState(beta=beta, centre=math.log(beta))
+        xx, xb, xr, _, br, rr = HoldState.doubt
+        return HoldState(beta=beta, felt=1 / beta, best=math.log(beta), doubt=(xx, xb, xr, doubt, br, rr))
 
     def _tokens(self, length: float | None) -> float:
         if self.per == "sequence":
@@ -68,29 +155,115 @@ class Hold:
         return require_number("length", length, above=0, way_out="It is the mean number of tokens in a completion.")
 
     def update(self, state: HoldState, kl: float, n: int = 1, effort: float = 0.0) -> HoldState:
-        """The state after observing ``kl``; ``effort`` is what a clamp had to undo of the last step."""
+        """The state after observing ``kl`` and, where there is a clamp, what it undid of the step that followed.
+
+        ``effort`` is ``Clamped.effort``. Above 0 it says that the price was too low: the filter knows that x was scaled
+        by ``exp(-effort)`` and reads the climb that made it necessary. One that is no positive number counts as 0.
+        ``n`` is not used: the noise of a reading is estimated from the readings.
+        """
         left_out = skip(state, kl)
         if left_out is not None:
             return left_out
         effort = effort if math.isfinite(effort) and effort > 0 else 0.0
-        kl = max(kl / self.target, 1e-9) * math.exp(2 * effort)
-        t = state.updates + 1
-        w, x = state.felt
-        w += (1 / state.beta - w) / 3
-        x += (w - x) / 12
-        fast, slow = state.level
-        fast += 0.7 * (kl - fast)
-        slow += max(0.07, min(0.5, 3 / t)) * (kl - slow)
-        state = replace(state, updates=t, felt=(w, x), level=(fast, slow))
-        if t <= 2:
-            return state
-        y = 0.5 * math.log(fast)
-        r = clip(y - math.log(x) - state.centre, -1.2, 1.2)
-        mean, square = state.surprise
-        mean, square = mean + 0.04 * (r - mean), square + 0.04 * (r * r - square)
-        centre = state.centre + (0.03 + 0.19 * min(1.0, mean * mean / square)) * r
-        u = centre + 1.2 * max(min(y, 1.9) - 0.055, 0) - 0.22 * max(min(-y, 0.25) - 0.055, 0)
-        if fast < 1 and fast > 1.05 * slow:
-            u = max(u, math.log(state.beta))
-        beta = math.exp(clip(u, *(math.log(max(b, 1e-300)) for b in self.bounds)))
-        return replace(state, beta=clip(beta, *self.bounds), centre=centre, surprise=(mean, square))
+        ratio = observed(kl) / self.target
+        if state.moved == 0 and ratio <= LEAST and state.updates < WAIT:
+            return replace(state, updates=state.updates + 1)  # the policy is still the reference
+        after = _filter(state, 0.5 * math.log(clip(ratio, LEAST, HUGE)))
+        low, high = max(self.bounds[0], SMALLEST), min(self.bounds[1], LARGEST)
+        return replace(
+            after,
+            beta=clip(math.exp(_price(state, after)), low, high),
+            best=clip(after.best, math.log(low), math.log(high)),  # no wind-up beyond a price that can be charged
+            undone=effort,
+            lean=_lean(after, effort),
+            idle=0 if effort > 0 else after.idle + 1,
+        )
+
+
+def _filter(state: HoldState, reading: float) -> HoldState:
+    """The extended Kalman filter: predict by the model, correct by the reading of log x."""
+    n = state.moved + 1
+    felt = state.felt + FELT * (1 / state.beta - state.felt)
+    variance = _variance(state, reading)
+    noise = clip(variance, *NOISE)
+    guess, (to_x, to_best, to_rate) = _predict(state, felt)
+    xx, xb, xr, bb, br, rr = state.doubt
+    xb, xr, xx_b, xx_r = to_x * xb + to_best * bb + to_rate * br, to_x * xr + to_best * br + to_rate * rr, xb, xr
+    change = min(math.log(guess / max(state.x, 0.01)), 1.0)
+    xx = to_x * (to_x * xx + to_best * xx_b + to_rate * xx_r) + to_best * xb + to_rate * xr
+    xx += X_WANDER + STEP_ERROR * change * change
+    bb += BEST_WANDER * (1 + RUN_BOOST * max(2 * state.run**2 / RUN_RATE - 1, 0.0))
+    rr += RATE_WANDER + EARLY_RATE / n
+    log_x = math.log(guess) - state.undone
+    spread = xx + noise * (1 + (SMALL_KL / max(math.exp(max(reading, log_x)), 1e-3)) ** 2)
+    sd = math.sqrt(spread)
+    # log of a mean-one lognormal reading of KL lies below the log of KL by half its variance: in log x by the noise
+    surprise = clip(reading + noise - log_x, -OUTLIER * sd, OUTLIER * sd)
+    x = math.exp(log_x + xx / spread * surprise)
+    return replace(
+        state,
+        updates=state.updates + 1,
+        moved=n,
+        felt=felt,
+        x=x,
+        best=state.best + xb / spread * surprise,
+        rate=clip(state.rate + xr / spread * surprise, math.log(1 / 600), math.log(1 / 2)),
+        doubt=(
+            xx - xx * xx / spread,
+            xb - xx * xb / spread,
+            xr - xx * xr / spread,
+            max(bb - xb * xb / spread, 1.4e-4),  # never surer of beta* than to 1 %
+            br - xb * xr / spread,
+            rr - xr * xr / spread,
+        ),
+        noise=variance,
+        readings=(reading, *state.readings[:1]),
+        run=state.run + RUN_RATE * (surprise / sd - state.run),
+        speed=state.speed + SPEED_RATE * (x - state.x - state.speed),
+    )
+
+
+def _predict(state: HoldState, felt: float, steps: float = 1.0) -> tuple[float, tuple[float, float, float]]:
+    """x after ``steps`` at this price, and the derivatives of its log by log x, best and rate.
+
+    ``x' = rate (1 - x/d)`` solved: ``x e^-q + d (1 - e^-q)`` with ``q = rate / d`` a step.
+    """
+    drive = clip(math.exp(state.best) * felt, 0.05, 20.0)  # beyond, real plants saturate and the model would leap
+    q = steps * min(math.exp(state.rate) / drive, 3.0)
+    kept = math.exp(-q)
+    x = max(state.x * kept + drive * (1 - kept), 1e-5)
+    by_rate = (drive - state.x) * kept * q
+    return x, (kept * state.x / x, (drive * (1 - kept) - by_rate) / x, by_rate / x)
+
+
+def _variance(state: HoldState, reading: float) -> float:
+    """Variance of a reading: second differences of log x are six times it, and hardly notice a trend."""
+    noise = state.noise
+    if state.moved >= 2:
+        one, two = state.readings
+        bend = min((reading - 2 * one + two) ** 2 / 6, 0.25)
+        noise += max(NOISE_RATE, 1 / (state.moved + 4)) * (bend - noise)
+    return noise
+
+
+def _price(before: HoldState, state: HoldState) -> float:
+    """``log beta* - log d`` for the drive d that carries x to 1 at the pace wanted, with the limits on boldness."""
+    x, _ = _predict(state, state.felt, LEAD)
+    push = clip(math.exp(-state.rate) / PACE, 1.0, MOST)  # 1: at its own pace, whatever x is
+    # sqrt(d) (1 - x/d) = push (1 - x): halfway between plants whose climb ignores the price and those that lag it
+    miss = (1 - x) * push
+    drive = ((miss + math.sqrt(miss * miss + 4 * x)) / 2) ** 2
+    sd = math.sqrt(state.doubt[3])
+    boldest = 1 + (BOLDNESS - 1) * (push - 1) / (MOST - 1) * math.exp(BOLDER * sd)
+    low_kl = min(state.idle, IDLE) if state.x < 1 else 0
+    wanted = state.best - math.log(clip(drive, HARDEST, boldest)) - state.lean * (LEAN + LEAN_IDLE * low_kl)
+    fall = CLIMB_FALL if x < 1 and state.speed * CLIMB > 1 - x else FALL
+    now = math.log(before.beta)
+    return clip(wanted, now - fall, now + RISE)
+
+
+def _lean(state: HoldState, effort: float) -> float:
+    """1 once a clamp has acted; 0 again when KL passes what a clamp would have stopped."""
+    if effort > 0:
+        return 1.0
+    return 0.0 if state.x > UNCLAMPED else state.lean
