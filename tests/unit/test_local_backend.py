@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -195,21 +196,23 @@ def test_a_group_without_reward_spread_still_pays(trained: Any, once: Any) -> No
     assert once(flat, kl_penalty_coef=0.0).metrics["train/grad_norm"] == 0
 
 
-def test_the_source_is_the_recorded_log_prob_when_asked(
+def test_recorded_log_probs_are_the_ratios_and_when_asked_the_source(
     trained: Any, once: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups = trained[1]
     choices = choices_of(groups)
     shifted = [
-        TrajectoryGroup(
-            [
-                Trajectory([q, SimpleNamespace(**{**vars(c), "logp": [v - 0.3 for v in c.logp]})], reward=t.reward)
-                for t in group
-                for q, c in [t.messages_and_choices]
-            ]
-        )
+        [
+            Trajectory([q, replace(c, logp=tuple(v - 0.3 for v in c.logp), step=2)], reward=t.reward)
+            for t in group
+            for q, c in [t.messages_and_choices]
+        ]
         for group in groups
     ]
+    # Every ratio is e^0.3, beyond the clip of 0.2 and within one of 0.5: the gradient is so much longer.
+    wide = {"kl_penalty_coef": 0.0, "epsilon": 0.5, "max_grad_norm": 0.0}
+    longer = once(shifted, **wide).metrics["train/grad_norm"] / once(**wide).metrics["train/grad_norm"]
+    assert longer == pytest.approx(math.exp(0.3), rel=1e-3)
     spy = Spy(monkeypatch)
     result = once(shifted, kl_penalty_source="sample")
     recorded = torch.tensor([v - 0.3 for c in choices for v in c.logp])
@@ -256,6 +259,7 @@ def test_step_zero_is_the_base_and_the_present_step_is_no_distance_away(once: An
     base = once().metrics["kl/ref/exact"]
     assert base > 1e-2
     assert once(kl_penalty_reference_step=0).metrics["kl/ref/exact"] == base
+    assert once(reference="model:tiny").metrics["kl/ref/exact"] == pytest.approx(base, abs=1e-6)
     assert once(kl_penalty_step_lag=50).metrics["kl/ref/exact"] == base, "no step so old: the base"
     assert abs(once(kl_penalty_reference_step=3).metrics["kl/ref/exact"]) < 1e-7
 
@@ -349,6 +353,27 @@ def test_a_restart_is_invisible_to_the_bit(tmp_path: Path) -> None:
     assert straight[-1].metrics["kl/clamp/after"] > 0
     lines = (tmp_path / "resumed/tests/agent/metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(lines) == 5
+
+
+def test_a_moving_reference_goes_on_where_it_was(tmp_path: Path) -> None:
+    async def run(folder: Path, count: int) -> list[TrainResult]:
+        async with LocalBackend(folder) as backend:
+            return await steps(backend, count, reference=Ema(0.5))
+
+    straight = asyncio.run(run(tmp_path / "straight", 3))
+    resumed = asyncio.run(run(tmp_path / "resumed", 2)) + asyncio.run(run(tmp_path / "resumed", 1))
+    assert straight[-1].reference == resumed[-1].reference
+    assert straight[-1].metrics["kl/ref/exact"] == resumed[-1].metrics["kl/ref/exact"] > 0
+    assert same(weights(straight[-1].checkpoint_path), weights(resumed[-1].checkpoint_path))
+
+
+def test_retention_keeps_what_the_reference_needs(tmp_path: Path) -> None:
+    async def run() -> list[int]:
+        async with LocalBackend(tmp_path, keep=1) as backend:
+            await steps(backend, 4, kl_penalty_step_lag=2)
+            return backend.saved_steps(MODEL)
+
+    assert asyncio.run(run()) == [2, 3, 4]
 
 
 def test_a_step_that_fails_leaves_the_model_at_the_one_before(

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import re
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +20,6 @@ from klamp.local_backend import Choice, LocalBackend, Message, TrainableModel, T
 from klamp.train import learner as learner_module
 from klamp.train.batch import Rollout
 
-ROOT = Path(__file__).parents[2]
 MODEL = TrainableModel(name="agent", project="tests", base_model="tiny")
 QUESTION = {"role": "user", "content": "The waiter was"}
 TEMPLATE = (
@@ -216,6 +211,10 @@ def test_trajectories_that_cannot_be_trained_on_are_refused(encoder: Encoder, it
         ({"controller": klamp.Stateful(klamp.Fixed(0.1))}, r"init\(\) and a pure update"),
         ({"controller": 0.1}, r"init\(\) and a pure update"),
         ({"reference": "nonsense"}, "not known"),
+        ({"kl_penalty_source": "policy"}, "kl_penalty_source 'policy' is not known"),
+        ({"kl_limit": 0.0}, "kl_limit must be > 0"),
+        ({"micro_batch": -1}, "micro_batch must be >= 0"),
+        ({"epsilon": float("nan")}, "epsilon must be a finite number"),
     ],
 )
 def test_arguments_that_cannot_be_meant_are_refused_before_anything_is_made(
@@ -375,29 +374,3 @@ def test_a_group_is_gathered_from_coroutines_and_keeps_what_failed() -> None:
     assert [str(e) for e in group.exceptions] == ["lost"]
     with pytest.raises(klamp.ConfigError, match="await TrajectoryGroup"):
         TrajectoryGroup([rollout(0)])
-
-
-# The example and the page
-
-
-def test_the_example_learns_and_holds_the_kl(tmp_path: Path) -> None:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [sys.executable, "-W", "error", str(ROOT / "examples/local_backend.py"), str(tmp_path / "runs")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == "", "no alarm"
-    rows = [[float(x.strip("%")) for x in line.split()] for line in done.stdout.splitlines()[1:]]
-    steps, rewards, _, kls, _ = zip(*rows, strict=True)
-    assert steps == tuple(range(1, 13))
-    assert min(rewards[-4:]) > rewards[0] + 0.05
-    assert sum(kls[-4:]) / 4 == pytest.approx(0.05, rel=0.3)
-
-
-def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    text = (ROOT / "docs/local-backend.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
-    namespace: dict[str, Any] = {}
-    for block in blocks:
-        exec(compile(block, "docs/local-backend.md", "exec"), namespace)
-    assert len(blocks) >= 3

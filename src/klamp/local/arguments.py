@@ -47,6 +47,21 @@ RIGHT_NAMES = {
 """What other systems, and ART at other times, call these arguments."""
 
 
+SOURCES = ("current_learner", "sample")
+POSITIVE = (
+    ("learning_rate", "1e-5 to 1e-3 is usual for LoRA."),
+    ("kl_limit", "It is a KL; leave it out for 1.1 x the controller's target."),
+    ("temperature", "1.0 is the model itself."),
+)
+AT_LEAST = (
+    ("kl_penalty_coef", 0, "A price is never negative; 0 only measures."),
+    ("epsilon", 0, "It is how far the ratio may fall below 1; 0.2 is usual."),
+    ("epsilon_high", 0, "It is how far the ratio may rise above 1; leave it out for epsilon."),
+    ("max_grad_norm", 0, "0 turns clipping off."),
+    ("micro_batch", 0, "0 takes all sequences at once."),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """What a step's configuration takes from the backend and the model."""
@@ -91,11 +106,15 @@ class Arguments:
                 f"controller must have init() and a pure update(state, kl, n), got {self.controller!r:.80}. Pass "
                 "klamp.Hold(target=0.05, per='token') or another controller of klamp's itself."
             )
-        require_number("learning_rate", self.learning_rate, above=0, way_out="1e-5 to 1e-4 is usual for LoRA.")
-        require_number(
-            "kl_penalty_coef", self.kl_penalty_coef, at_least=0, way_out="A price is never negative; 0 only measures."
-        )
-        _ = self.spec
+        if self.kl_penalty_source not in SOURCES:
+            raise unknown("kl_penalty_source", self.kl_penalty_source, SOURCES)
+        for name, floor, way_out in AT_LEAST:
+            if getattr(self, name) is not None:
+                require_number(name, getattr(self, name), at_least=floor, way_out=way_out)
+        for name, way_out in POSITIVE:
+            if getattr(self, name) is not None:
+                require_number(name, getattr(self, name), above=0, way_out=way_out)
+        _ = self.spec, self.priced
 
     @property
     def priced(self) -> Controller:

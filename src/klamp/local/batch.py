@@ -44,7 +44,7 @@ class Batch:
         for g, group in enumerate(members):
             for t, trajectory in enumerate(group):
                 _check(trajectory, f"trajectory {t} of group {g}")
-        rows = [[encoder.rows(t) for t in group] for group in members]
+        rows = [[_rows(t, encoder) for t in group] for group in members]
         turns = [turn for group in rows for each in group for row in each for turn in row.turns]
         known = [v for group in rows for each in group for row in each for v in _own(row) if math.isfinite(v)]
         if arguments.kl_penalty_source == "sample" and not known:
@@ -107,6 +107,12 @@ class Batch:
             "data/stale": float(self.stale),
             **{name: sum(values) / len(values) for name, values in named.items()},
         }
+
+
+def _rows(trajectory: Any, encoder: Encoder) -> list[Row]:
+    """The sequences of a trajectory, and of the side conversations that ART keeps beside it."""
+    beside = getattr(trajectory, "additional_histories", None) or ()
+    return [row for history in (trajectory, *beside) for row in encoder.rows(history)]
 
 
 def _own(row: Row) -> Sequence[float]:

@@ -102,6 +102,11 @@ class Worker:
         mine = {"base_model": self.place.base_model, "weights": base, "rank": lora.rank, "alpha": lora.alpha}
         mine |= {"targets": lora.targets, "seed": self.place.seed}
         if not file.is_file():
+            if anchors.saved_steps(self.place.folder):
+                raise ConfigError(
+                    f"{str(self.place.folder)!r} holds checkpoints of something else: model.json is missing. Choose "
+                    "another name or path."
+                )
             atomic_text(file, json.dumps(mine, indent=1) + "\n")
             return
         saved = json.loads(file.read_text(encoding="utf-8"))
@@ -142,11 +147,12 @@ class Worker:
         config = arguments.config(
             self.place, step=step, groups=batch.groups, largest=batch.largest, temperature=batch.temperature
         )
-        with self.folder.lock(), _randomness_untouched():
+        with self.folder.lock():
             self._check_current()
             checkpoint.check_disk(self.place.folder, self.learner)
             self._hold_to(parse(config.kl.reference))
             self._settle(config, arguments)
+            before = self.learner.reference.identity() if self._moves() else None
             try:
                 outcome = self._step(step, batch, config)
                 metrics = {**outcome.metrics, **batch.metrics(), "time/step": time.perf_counter() - began}
@@ -156,7 +162,7 @@ class Worker:
                 raise
             self._remember(step, checkpoint.folder_of(self.place.folder, step))
         self.asked = 0
-        return TrainResult(step, metrics, str(self.path), outcome.alarms, self.anchored)
+        return TrainResult(step, metrics, str(self.path), outcome.alarms, before or self.anchored)
 
     def _step(self, step: int, batch: Batch, config: TrainConfig) -> Outcome:
         rollout, scored = batch.tensors(int(self.tokenizer.pad_token_id), std=config.algorithm.std)
@@ -201,7 +207,8 @@ class Worker:
         self.learner.optimizer.zero_grad(set_to_none=True)
         self.learner.optimizer.state.clear()
         self._release()
-        checkpoint.load(checkpoint.Saved(self.step, self.path), self.learner)
+        with _randomness_untouched():
+            checkpoint.load(checkpoint.Saved(self.step, self.path), self.learner)
         self.folder.rewind(self.step)
         if self.sampler is not None:
             self.sampler.refresh()
@@ -215,17 +222,22 @@ class Worker:
         if self.held != wanted:
             anchors.check_reference(spec, self.place.folder, self.place.base_model, full=False)
             self._release()
-            self.learner.reference = anchors.anchor(
-                self.learner.policy, self.learner._forward, spec, self.place.folder, on_cpu=False
-            )
+            with _randomness_untouched():  # an adapter is made with random weights before its own are loaded
+                self.learner.reference = anchors.anchor(
+                    self.learner.policy, self.learner._forward, spec, self.place.folder
+                )
             self.held = wanted
             extra = self.path / "reference.safetensors"
             if again and extra.is_file():
                 self.learner.reference.load(load_file(extra), self.step)
-            if again and not isinstance(spec, StepLag | Ema | Periodic):
+            if again and not self._moves():
                 self._same_weights()
         if isinstance(spec, StepLag):
-            self.learner.reference.load({}, self.step)
+            with _randomness_untouched():
+                self.learner.reference.load({}, self.step)
+
+    def _moves(self) -> bool:
+        return isinstance(self.learner.reference.spec, StepLag | Ema | Periodic)
 
     def _same_weights(self) -> None:
         now = self.learner.reference.identity()

@@ -1,0 +1,37 @@
+"""The example of LocalBackend learns and holds its KL; the page about it runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_example_learns_and_holds_the_kl(tmp_path: Path) -> None:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [sys.executable, "-W", "error", str(ROOT / "examples/local_backend.py"), str(tmp_path / "runs")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "", "no alarm"
+    rows = [[float(x.strip("%")) for x in line.split()] for line in done.stdout.splitlines()[1:]]
+    steps, rewards, _, kls, _ = zip(*rows, strict=True)
+    assert steps == tuple(range(1, 13))
+    assert min(rewards[-4:]) > rewards[0] + 0.05
+    assert sum(kls[-4:]) / 4 == pytest.approx(0.05, rel=0.3)
+
+
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs/local-backend.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    namespace: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, "docs/local-backend.md", "exec"), namespace)
+    assert len(blocks) >= 3
