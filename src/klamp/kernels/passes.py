@@ -200,19 +200,19 @@ class Statistics(torch.autograd.Function):
         scale = upstream_scale(up, hidden.dtype)
         up = Upstream(*(None if x is None else (x * scale).contiguous() for x in up))
         g = backward_statistics(ctx.ops, ctx.work, ctx.stats, up, needs)
-        out = [None if x is None else x / scale for x in (g.hidden, g.head, g.bias)]
-        typed = (None if o is None else o.to(x.dtype) for o, x in zip(out, (hidden, head, bias), strict=True))
-        return (*typed, None, None)
+        dtypes = (head.dtype, None if bias is None else bias.dtype)
+        return (*hand_out(ctx.ops, g, 1 / scale, dtypes), None, None)
 
 
-def upstream_scale(up: Upstream, dtype: torch.dtype) -> Tensor | float:
+def upstream_scale(up: Upstream, dtype: torch.dtype) -> Tensor:
     """A power of two that brings the largest upstream gradient to about 1 in float16; 1 elsewhere.
 
     A mean over 16,384 tokens leaves 6e-5 a token, and times a probability of 1e-4 float16 has nothing left of it.
     """
-    if dtype != torch.float16:
-        return 1.0
-    largest = torch.stack([x.abs().amax() for x in up if x is not None and x.numel()]).amax()
+    given = [x for x in up if x is not None]
+    if dtype != torch.float16 or not given[0].numel():
+        return torch.ones((), dtype=given[0].dtype, device=given[0].device)
+    largest = torch.stack([x.abs().amax() for x in given]).amax()
     return torch.where(largest > 0, torch.exp2(-torch.log2(largest).ceil()), 1.0)
 
 
@@ -225,7 +225,7 @@ class Loss(torch.autograd.Function):
     ) -> Any:
         needs = tuple(wanted and x is not None and x.requires_grad for x in (hidden, head, bias))
         losses, stats, ctx.gradients = loss_pass(ops, work, terms, needs)  # type: ignore[arg-type]
-        ctx.ops, ctx.dtypes = ops, [None if x is None else x.dtype for x in (hidden, head, bias)]
+        ctx.ops, ctx.dtypes = ops, (head.dtype, None if bias is None else bias.dtype)
         out = (losses.sum(), stats.logp, stats.ref_logp, stats.kl, stats.entropy)
         ctx.mark_non_differentiable(*(x for x in out[1:] if x is not None))
         return out
@@ -237,13 +237,16 @@ class Loss(torch.autograd.Function):
         if g is None:
             raise KlampError("policy_loss was differentiated twice; its gradients were handed out. Call it again.")
         ctx.gradients = None
-        hidden = None
-        if g.hidden is not None:
-            hidden = torch.empty_like(g.hidden)
-            ctx.ops.scale(g.hidden, loss, hidden)
-        head = None if g.head is None else narrow(ctx.ops, g.head, loss, ctx.dtypes[1])
-        bias = None if g.bias is None else (g.bias * loss).to(ctx.dtypes[2])
-        return hidden, head, bias, None, None, None, None
+        return (*hand_out(ctx.ops, g, loss, ctx.dtypes), None, None, None, None)
+
+
+def hand_out(ops: Ops, g: Gradients, factor: Tensor, dtypes: tuple[torch.dtype, torch.dtype | None]) -> list[Any]:
+    """``factor`` times the gradients of hidden, head and bias, the last two in ``dtypes``. Uses ``g`` up."""
+    if g.hidden is not None:
+        ops.scale(g.hidden, factor, g.hidden)
+    head = None if g.head is None else narrow(ops, g.head, factor, dtypes[0])
+    bias = None if g.bias is None or dtypes[1] is None else narrow(ops, g.bias, factor, dtypes[1])
+    return [g.hidden, head, bias]
 
 
 def narrow(ops: Ops, total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
