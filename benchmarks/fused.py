@@ -108,7 +108,8 @@ def whole_logits(b: Batch, exact: bool) -> Tensor:
 
 
 def compiled(exact: bool) -> Step:
-    """The same through torch.compile."""
+    """The same through torch.compile, compiled for each head anew."""
+    torch._dynamo.reset()
     return torch.compile(lambda b: whole_logits(b, exact), dynamic=False)
 
 
@@ -159,7 +160,8 @@ def liger_k3() -> Step:
         rows = b.tokens.numel() // 1024
         ids = b.tokens.view(rows, 1024)
         each = b.advantages.view(rows, 1024)[:, 0].contiguous()
-        return loss(b.hidden, b.head, ids, torch.ones_like(ids), each, ref_input=b.ref_hidden, ref_weight=b.ref_head)[0]
+        hidden, ref = b.hidden.view(rows, 1024, -1), b.ref_hidden.view(rows, 1024, -1)
+        return loss(hidden, b.head, ids, torch.ones_like(ids), each, ref_input=ref, ref_weight=b.ref_head)[0]
 
     return step
 

@@ -145,7 +145,7 @@ def compare(x: Inputs, dtype: torch.dtype, ops: str, *, exact_logits: bool) -> N
         assert a.dtype == torch.float32
         torch.testing.assert_close(a.double(), b, rtol=FLOAT32, atol=FLOAT32 + slack)
     g, terms = logit_gradient(truth, ops)
-    # Rounded logits move p by a factor e^(2 slack); float16 has no numbers below 6e-8, times the scale of the gradients.
+    # Rounded logits move p by a factor e^(2 slack); float16 has no numbers below 6e-8, and gradients were scaled.
     least = 1e-6 if dtype == torch.float16 else 0.0
     error = 4 * u * g + (FLOAT32 + math.expm1(2 * slack)) * terms + least
     bounds = [error @ truth.head.abs() + least, error.T @ truth.hidden.abs() + least]
