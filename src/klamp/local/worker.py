@@ -192,7 +192,7 @@ class Worker:
         if self.steering.get("settings") == described(controller):
             learner.steering.load_state_dict(self.steering)
         if self.anchored["reference"] != config.kl.reference:
-            learner.steering.own = None  # the KL at the end of the step before is to another reference
+            learner.steering.new_reference()
 
     def _check_current(self) -> None:
         newest = max(anchors.saved_steps(self.place.folder), default=-1)

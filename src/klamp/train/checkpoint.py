@@ -116,7 +116,7 @@ def load(saved: Saved, learner: Learner) -> int:
     now = learner.reference.identity()
     same = now["reference"] == state["reference"]["reference"]
     if not same:
-        learner.steering.own = None  # the KL at the end of the step before is to another reference
+        learner.steering.new_reference()
     elif now != state["reference"]:
         raise ReferencePolicyError(
             f"the reference changed since {str(folder)!r} was saved: {state['reference']} then, {now} now. A KL must "

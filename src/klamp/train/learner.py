@@ -110,14 +110,15 @@ class Learner:
             step, kl, int(sums.count("sequences")), clamped, estimates=comparable, sampler_kl=per_token["kl/sampler/k1"]
         )
         if self.reference.after_step(step):
-            self.steering.own = None  # the next batch's KL will be to another reference
+            self.steering.new_reference()  # the next batch's KL will be to another reference
         metrics = {**per_token, "kl/steered": kl, "kl/beta": priced, **_band(kl, self.config.kl.target)}
         if clamped is not None:
             metrics |= {
                 "kl/clamp/before": clamped.kl_before,
                 "kl/clamp/after": clamped.kl_after,
                 "kl/clamp/effort": clamped.effort,
-                "kl/clamp/gap": self.steering.gap_state.ratio,
+                "kl/clamp/limit": self.steering.limit or 0.0,
+                "kl/clamp/level": self.steering.gauge_state.level,
             }
         metrics |= {name: sums.mean(name) for name in sums.names() if name.startswith(("loss/", "policy/"))}
         metrics |= self._reward_metrics(rollout, scored, prepared)

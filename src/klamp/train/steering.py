@@ -1,13 +1,13 @@
-"""Price and clamp of a run: the controller's state, the clamp's gap, the monitor; all of it goes into checkpoints."""
+"""Price and clamp of a run: the controller's state, the clamp's gauge, the monitor; all of it goes into checkpoints."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 from typing import Any
 
-from klamp.clamp import Clamped, Gap, GapState
+from klamp.clamp import Clamped, Gauge, GaugeState
 from klamp.clamp import clamp as clamp_kl
 from klamp.controllers import Controller, Hold, HoldState, State
 from klamp.monitor import Alarm, Monitor
@@ -21,10 +21,12 @@ class Steering:
         self.config = config
         self.controller = controller or config.make_controller()
         self.state: State | None = None
-        self.gap = Gap()
-        self.gap_state: GapState = self.gap.init()
-        self.own: float | None = None
-        """KL on its own tokens at the end of the step before."""
+        self.gauge = Gauge()
+        self.gauge_state: GaugeState = self.gauge.init()
+        self.last: Clamped | None = None
+        """What the clamp found and did in the step before."""
+        self.limit: float | None = None
+        """The limit on own tokens that the last step was held to."""
         self.monitor = Monitor(config.target, config.per, bounds=getattr(self.controller, "bounds", None))
 
     def start(self, spread: float, length: float) -> None:
@@ -45,10 +47,14 @@ class Steering:
         return self.state.beta
 
     def fresh(self, kl: float) -> None:
-        """Take in a batch's KL before its update: what became of the own-token KL of the step before."""
-        if self.own is not None:
-            self.gap_state = self.gap.update(self.gap_state, kl, self.own)
-            self.own = None
+        """Take in a batch's KL before its update: what became of the step before on fresh samples."""
+        self.gauge_state = self.gauge.update(self.gauge_state, kl, self.last)
+        self.last = None
+
+    def new_reference(self) -> None:
+        """Forget KLs to another reference; how own tokens and fresh ones differ stays known."""
+        self.gauge_state = replace(self.gauge_state, level=0.0, reading=0.0)
+        self.last = None
 
     def clamp(
         self, measure: Callable[[], float], scale: Callable[[float], None], *, origin_kl: float = 0.0
@@ -61,13 +67,13 @@ class Steering:
         limit = self.config.clamp_limit
         if limit is None:
             return None
-        own = self.gap.limit(self.gap_state, limit)
-        if origin_kl >= own:
-            result = no_farther(measure, scale, origin_kl)
+        own = measure()
+        self.limit = self.gauge.limit(self.gauge_state, limit, own)
+        if origin_kl >= self.limit:
+            self.last = no_farther(measure, scale, origin_kl)
         else:
-            result = clamp_kl(measure, scale, own, origin_kl=origin_kl)
-        self.own = result.kl_after
-        return result
+            self.last = clamp_kl(measure, scale, self.limit, kl=own, origin_kl=origin_kl)
+        return self.last
 
     def observe(
         self,
@@ -101,16 +107,16 @@ class Steering:
         return {
             "settings": described(self.controller),
             "controller": None if self.state is None else self.state.to_dict(),
-            "gap": asdict(self.gap_state),
-            "own": self.own,
+            "gauge": asdict(self.gauge_state),
+            "last": None if self.last is None else asdict(self.last),
             "monitor": self.monitor.state_dict(),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from :meth:`state_dict`."""
         self.state = None if saved["controller"] is None else State.from_dict(saved["controller"])
-        self.gap_state = GapState(**saved["gap"])
-        self.own = saved["own"]
+        self.gauge_state = GaugeState(**saved["gauge"])
+        self.last = None if saved["last"] is None else Clamped(**saved["last"])
         self.monitor.load_state_dict(saved["monitor"])
 
 
