@@ -156,6 +156,13 @@ def test_micro_batches_change_memory_and_not_the_result(once: Any) -> None:
         torch.testing.assert_close(whole[name], single[name], atol=2e-5, rtol=1e-3)  # Adam magnifies rounding
 
 
+def test_the_learning_rate_is_that_of_the_call(trained: Any, once: Any) -> None:
+    before = weights(trained[0] / "tests/agent/checkpoints/step-000003")
+    once_as_far, twice = (weights(once(learning_rate=lr).checkpoint_path) for lr in (1e-3, 2e-3))
+    for name, start in before.items():
+        torch.testing.assert_close(twice[name] - start, 2 * (once_as_far[name] - start), atol=1e-6, rtol=1e-3)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_kl_is_that_of_the_plain_logits_at_the_sampling_temperature(
     trained: Any, tmp_path: Path, temperature: float
@@ -241,16 +248,9 @@ def test_groups_of_any_size_are_compared_within(trained: Any, once: Any, monkeyp
 def test_step_adapter_and_lag_name_the_same_weights_to_the_bit(trained: Any, once: Any, tmp_path: Path) -> None:
     adapter = tmp_path / "elsewhere"
     shutil.copytree(trained[0] / "tests/agent/checkpoints/step-000001", adapter)
-    found = [
-        once(**reference).metrics["kl/ref/exact"]
-        for reference in (
-            {"kl_penalty_reference_step": 1},
-            {"kl_ref_adapter_path": adapter},
-            {"kl_penalty_step_lag": 2},
-            {"reference": StepLag(2)},
-            {"reference": "step:1"},
-        )
-    ]
+    ways = [{"kl_penalty_reference_step": 1}, {"kl_ref_adapter_path": adapter}, {"kl_penalty_step_lag": 2}]
+    ways += [{"reference": StepLag(2)}, {"reference": "step:1"}]
+    found = [once(**way).metrics["kl/ref/exact"] for way in ways]
     assert found == [found[0]] * 5
     assert found[0] > 1e-3
 
@@ -351,8 +351,7 @@ def test_a_restart_is_invisible_to_the_bit(tmp_path: Path) -> None:
         assert same(weights(a.checkpoint_path), weights(b.checkpoint_path))
     assert [r.step for r in resumed] == [1, 2, 3, 4, 5]
     assert straight[-1].metrics["kl/clamp/after"] > 0
-    lines = (tmp_path / "resumed/tests/agent/metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    assert len(lines) == 5
+    assert (tmp_path / "resumed/tests/agent/metrics.jsonl").read_text(encoding="utf-8").count("\n") == 5
 
 
 def test_a_moving_reference_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -376,18 +375,25 @@ def test_retention_keeps_what_the_reference_needs(tmp_path: Path) -> None:
     assert asyncio.run(run()) == [2, 3, 4]
 
 
+@pytest.mark.parametrize("done", [0, 3])
 def test_a_step_that_fails_leaves_the_model_at_the_one_before(
-    trained: Any, once: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: int
 ) -> None:
-    shutil.copytree(trained[0], tmp_path / "broken")
+    if done:
+        shutil.copytree(trained[0], tmp_path / "broken")
+        shutil.copytree(trained[0], tmp_path / "whole")
 
-    async def run() -> TrainResult:
-        async with LocalBackend(tmp_path / "broken") as backend:
+    async def run(folder: str, *, fails: bool) -> TrainResult:
+        async with LocalBackend(tmp_path / folder) as backend:
+            if not fails:
+                return await backend.train(MODEL, trained[1], learning_rate=FAST)
             with monkeypatch.context() as patch:
                 patch.setattr(worker_module.checkpoint, "save", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
                 with pytest.raises(OSError, match="disk full"):
                     await backend.train(MODEL, trained[1], learning_rate=FAST)
-            assert await backend.get_step(MODEL) == 3
+            assert await backend.get_step(MODEL) == done
             return await backend.train(MODEL, trained[1], learning_rate=FAST)
 
-    assert same(weights(asyncio.run(run()).checkpoint_path), weights(once().checkpoint_path))
+    broken, whole = asyncio.run(run("broken", fails=True)), asyncio.run(run("whole", fails=False))
+    assert broken.step == whole.step == done + 1
+    assert same(weights(broken.checkpoint_path), weights(whole.checkpoint_path))
