@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from klamp.kernels.work import Plan, Scaling, Work
 
-# Logits of both models and the gradient of the hidden states together, in bytes; logits alone get at least FLOOR.
-BUDGET, FLOOR = int(0.585 * 2**30), 2**29
+# Logits of both models and the gradient of the hidden states together, in bytes. Logits alone get at least FLOOR, so
+# that the cost of a token does not depend on how many there are.
+BUDGET, FLOOR = int(0.585 * 2**30), int(0.545 * 2**30)
 # More rows than this make no matrix product faster.
 ENOUGH = 6144
 
