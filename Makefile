@@ -1,3 +1,4 @@
+# make compare  set up .venv, run adaptive beside static on the built-in model, write and name the report
 # make test     set up .venv, run every test this machine can run in a few minutes
 # make test-all the slow ones too
 # make lint     ruff and mypy
@@ -11,7 +12,7 @@ STAMP := $(VENV)/.installed
 export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup test test-all lint format audit build clean
+.PHONY: setup compare test test-all lint format audit build clean
 
 setup: $(STAMP)
 
@@ -21,6 +22,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch numpy
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
+
+compare: $(STAMP)
+	$(BIN)/klamp compare
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json as jsonlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -82,9 +84,9 @@ def measure(
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     trust_remote_code: bool = False,
 ) -> None:
-    """Say how far one model is from another, and where: exact KL over prompts, with intervals and a map of tokens.
+    """Say how far one model is from another, and on which tokens.
 
-    Models are folders, Hub ids, built-in names or folders of LoRA adapters. An interrupted measurement goes on where
+    Exact KL in both directions over prompts, with intervals, a noise floor and a map of tokens. Models are folders, Hub ids, built-in names or folders of LoRA adapters. An interrupted measurement goes on where
     it stopped; under torchrun several processes share it.
 
     Args:
@@ -151,7 +153,25 @@ def _typed(function: Callable[..., Any]) -> Callable[[list[str]], None]:
     return run
 
 
-COMMANDS: dict[str, Callable[[list[str]], None]] = {"train": train, "measure": _typed(measure), "audit": _typed(audit)}
+def _later(name: str, line: str) -> Callable[[list[str]], None]:
+    """A command of the experiments, imported when it is called."""
+
+    def run(args: list[str]) -> None:
+        commands = importlib.import_module("klamp.experiments.commands")
+        _typed(getattr(commands, name))(args)
+
+    run.__doc__ = line
+    return run
+
+
+COMMANDS: dict[str, Callable[[list[str]], None]] = {
+    "compare": _later("compare", "Run adaptive beside static and say what came of it, with a report."),
+    "sweep": _later("sweep", "Train once for every value of a setting, and draw the reward-KL frontier."),
+    "train": train,
+    "measure": _typed(measure),
+    "audit": _typed(audit),
+    "report": _later("report", "Write the page of a run, a comparison or a sweep."),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -170,6 +190,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KlampError as error:
         print(f"klamp: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader, head or less, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in EXTRAS:
             raise
@@ -226,7 +249,7 @@ def _show(findings: list[Finding], *, whole: bool) -> None:
         console.print(
             "std are taken at the larger drift; stale: samples of an older policy, 0.02 nats away; std: of one"
         )
-        console.print("sequence's gradient, relative to the true one. Dimmed rows are refused by klamp's placements.")
+        console.print("sequence's gradient, relative to the true one. Rows marked ✗ are refused by klamp's placements.")
         return
     finding = findings[0]
     console.print(f"on-policy it descends {finding.descends_on}; with a stale sampler, {finding.descends_off}.")

@@ -90,7 +90,8 @@ def render(findings: Iterable[Finding], title: str | None = None) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     for f in sorted(findings, key=lambda f: not f.accepted):
         figures = (f.bias_on[0], f.bias_on[-1], f.cosine_on[-1], f.bias_off[-1], f.cosine_off[-1], f.std_on[-1])
-        table.add_row(f.name, f.descends_on, *(_figure(x) for x in figures), style=None if f.accepted else "dim")
+        mark = "" if f.accepted else "✗ "
+        table.add_row(mark + f.name, f.descends_on, *(_figure(x) for x in figures), style=None if f.accepted else "dim")
     return table
 
 
