@@ -159,6 +159,7 @@ def test_a_format_of_another_klamp_is_refused(finished: Any, trainer: Any) -> No
     folder = folder_of(finished.folder.path, 4)
     state = json.loads((folder / "trainer.json").read_text())
     (folder / "trainer.json").write_text(json.dumps(state | {"format": "klamp-checkpoint/99"}))
+    (folder / "manifest.json").unlink()
     checkpoint._seal(folder)
     with pytest.raises(CheckpointError, match="klamp-checkpoint/99"):
         trainer(steps=6, save_every=1, keep=0, resume=True).run()

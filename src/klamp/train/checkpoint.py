@@ -73,7 +73,8 @@ def save(run: Path, step: int, learner: Learner, tokenizer: Any, config: TrainCo
 def _write(folder: Path, step: int, learner: Learner, tokenizer: Any, randoms: list[dict[str, Any]]) -> None:
     policy = learner.policy
     model: Any = policy.model
-    extra = {"selected_adapters": [ADAPTER]} if policy.lora else {}
+    # The vocabulary never changes here; asked to find that out, peft would look for the base's config on the Hub.
+    extra: dict[str, Any] = {"selected_adapters": [ADAPTER], "save_embedding_layers": False} if policy.lora else {}
     with models._quiet(True):  # no bar of transformers' own in the middle of the run's
         model.save_pretrained(folder, safe_serialization=True, **extra)
     if tokenizer is not None:

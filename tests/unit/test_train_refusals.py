@@ -1,0 +1,231 @@
+"""Bad input is refused with a sentence that names it, before weights are loaded or a file is written."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from klamp import models
+from klamp.errors import ConfigError
+from klamp.train.config import AlgorithmConfig, KLConfig, RewardConfig, RolloutConfig, TrainConfig
+from klamp.train.loop import Trainer
+
+
+@pytest.fixture
+def refused(config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``refused(match, **settings)``: making the run raises, no weights were loaded, nothing was written."""
+
+    def check(match: str, **settings: Any) -> None:
+        def loaded(*_: Any, **__: Any) -> None:
+            raise AssertionError("weights were loaded")
+
+        monkeypatch.setattr(models, "load_model", loaded)
+        made = config(**settings)
+        there = sorted(Path(made.run).rglob("*")) if Path(made.run).exists() else None
+        with pytest.raises(ConfigError, match=match):
+            Trainer(made, rewards=[lambda prompts, completions: [0.0] * len(completions)], quiet=True).run()
+        assert (sorted(Path(made.run).rglob("*")) if Path(made.run).exists() else None) == there
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("model", "match"),
+    [
+        ("tinny", r"tinny.*tiny"),
+        ("no/such/folder", r"no such folder"),
+        ("../nowhere", r"no such folder"),
+    ],
+)
+def test_an_unknown_model(refused: Any, model: str, match: str) -> None:
+    refused(match, model=model)
+    refused(match, model=model, prompts=None)
+
+
+def test_another_tokenizer_as_reference(refused: Any, tmp_path: Path) -> None:
+    write = write_model()
+    swapped = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{28 - i}": i + 3 for i in range(29)}}
+    other = write(tmp_path / "other", vocabulary=swapped)
+    refused(r"another tokenizer.*28 tokens differ", kl={"reference": f"model:{other}"})
+    longer = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{i}": i + 3 for i in range(33)}}
+    wide = write(tmp_path / "wide", vocabulary=longer)
+    refused(r"another tokenizer.*4 tokens differ, 'w29' is 32 there and None here", kl={"reference": f"model:{wide}"})
+
+
+def write_model() -> Any:
+    path = Path(__file__).parents[1] / "conftest.py"
+    spec = importlib.util.spec_from_file_location("words", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.write_model
+
+
+def test_another_vocabulary_behind_the_same_tokenizer(trainer: Any, words_model: str, tmp_path: Path) -> None:
+    """A head with more rows than the tokenizer has tokens; only the weights say so."""
+    model = models.load_model(words_model)
+    model.resize_token_embeddings(40)
+    model.save_pretrained(tmp_path / "padded")
+    for file in Path(words_model).glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "padded")
+    with pytest.raises(ConfigError, match=r"vocabulary of 40 tokens, the policy 32"):
+        trainer(kl={"reference": f"model:{tmp_path / 'padded'}"})
+
+
+def test_a_missing_step_lists_those_there(refused: Any, config: Any) -> None:
+    refused(r"step:40 is not saved.*Saved steps: none", kl={"reference": "step:40"})
+    made = config()
+    for step in (3, 6):
+        (Path(made.run) / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+    from klamp.train.runs import RunFolder
+
+    RunFolder(made.run).write_config(made)
+    refused(r"step:40 is not saved.*Saved steps: 3, 6", resume=True, kl={"reference": "step:40"})
+
+
+def test_a_missing_adapter_lists_those_beside_it(refused: Any, tmp_path: Path) -> None:
+    for name in ("calm", "wild"):
+        (tmp_path / "adapters" / name).mkdir(parents=True)
+        (tmp_path / "adapters" / name / "adapter_config.json").write_text("{}")
+    refused(r"no folder.*clam.*calm, wild", kl={"reference": f"adapter:{tmp_path / 'adapters' / 'clam'}"})
+    refused(r"no adapter_model\.safetensors; pickled", kl={"reference": f"adapter:{tmp_path / 'adapters' / 'calm'}"})
+    refused(r"is an adapter, and full=true", full=True, kl={"reference": f"adapter:{tmp_path / 'adapters' / 'calm'}"})
+
+
+def test_an_adapter_of_another_base(trainer: Any, words_model: str, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base = models.load_model(words_model)
+    get_peft_model(base, LoraConfig(r=2, target_modules="all-linear")).save_pretrained(tmp_path / "a")
+    file = tmp_path / "a" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "somebody/else"}))
+    with pytest.raises(ConfigError, match="was made for 'somebody/else'"):
+        trainer(kl={"reference": f"adapter:{tmp_path / 'a'}"})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "match"),
+    [
+        ("empty.txt", b"\n\n", "has no prompt in it"),
+        ("empty.jsonl", b"", "has no prompt in it"),
+        ("bad.jsonl", b'{"prompt": "w1"}\n{"prompt": \n', r"line 2: not JSON"),
+        ("list.jsonl", b'{"prompt": "w1"}\n\n[1]\n', r"line 3: must be an object"),
+        ("none.jsonl", b'{"text": "w1"}\n', r'line 1: "prompt" must be a non-empty string'),
+        ("latin.txt", b"w1\nw\xe9\n", r"line 2: not UTF-8 at byte 1"),
+    ],
+)
+def test_a_dataset_that_cannot_be_read(refused: Any, tmp_path: Path, name: str, content: bytes, match: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    refused(match, prompts=str(tmp_path / name))
+    refused("is not a file", prompts=str(tmp_path / "nothing.txt"))
+
+
+def test_a_prompt_longer_than_the_context(refused: Any, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("w1\n" + "w2 " * 27 + "\n")
+    refused(
+        r"prompt 2 has 27 tokens; the model's context of 32 less rollout\.max_tokens=6", prompts=str(tmp_path / "p.txt")
+    )
+
+
+def test_a_folder_of_another_configuration(refused: Any, trainer: Any) -> None:
+    trainer(steps=1).run()
+    refused(r"belongs to another configuration; optim\.lr differ", resume=True, optim={"lr": 0.5})
+    refused(r"belongs to another configuration; kl\.reference differ", resume=True, kl={"reference": "ema:0.9"})
+    refused(r"exists\. Add --resume", steps=1)
+
+
+def test_a_folder_that_is_no_run(refused: Any, config: Any) -> None:
+    folder = Path(config().run)
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("precious")
+    refused("is not empty and is no run of klamp")
+
+
+def test_a_run_in_use_by_another_process(refused: Any, config: Any) -> None:
+    from klamp.train.runs import RunFolder
+
+    made = config()
+    folder = RunFolder(made.run)
+    with folder.lock():  # flock is held by an open file, so a second one of this process is another's as well
+        folder.write_config(made)
+        refused("is in use by another process", resume=True)
+    folder.claim(replace(made, resume=True))  # free again
+
+
+def test_what_the_configuration_alone_can_tell() -> None:
+    for make, match in (
+        (lambda: RolloutConfig(group_size=0), "group_size"),
+        (lambda: TrainConfig(rollout=RolloutConfig(group_size=1)), "GRPO compares completions"),
+        (lambda: TrainConfig(algorithm=AlgorithmConfig(minibatches=1000)), "minibatches 1000 is more than"),
+        (lambda: TrainConfig(seed=2**70), "64 bits"),
+        (lambda: RewardConfig(functions=("vader",), weights=(1.0, 2.0)), "2 entries for 1 functions"),
+        (lambda: KLConfig(estimator="k1", placement="in_loss"), "its expected gradient is zero"),
+        (lambda: KLConfig(estimator="exact_forward", placement="in_loss", allow_biased=True), "cannot price it"),
+        (lambda: KLConfig(target=None), "kl.target is missing"),
+        (lambda: KLConfig(reference="step:many"), "needs a number"),
+        (lambda: KLConfig(clamp_share=0.0), "clamp_share"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            make()
+
+
+@pytest.mark.parametrize(
+    ("estimator", "placement", "means"),
+    [
+        ("full", "loss", ("exact", "in_loss")),
+        ("kl", "reward", ("k1", "in_reward")),
+        ("mse", "loss", ("k2", "in_loss")),
+        ("exact", "sequence_exact", ("exact", "sequence_exact")),
+    ],
+)
+def test_other_systems_names_mean_klamps(estimator: str, placement: str, means: tuple[str, str]) -> None:
+    kl = KLConfig(estimator=estimator, placement=placement)
+    assert (kl.estimator, kl.placement) == means
+
+
+def test_top_p_warns_that_ratios_cannot_correct_for_it(trainer: Any) -> None:
+    with pytest.warns(UserWarning, match=r"top_p=0\.9.*cannot correct"):
+        trainer(rollout={"top_p": 0.9})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer(rollout={"top_p": 1.0})
+
+
+def test_more_minibatches_than_a_process_has_completions(config: Any) -> None:
+    from klamp.train.loop import _check_processes
+
+    made = config(rollout={"prompts": 2, "group_size": 4}, algorithm={"minibatches": 6})
+    _check_processes(made, 1)
+    with pytest.raises(ConfigError, match="more than the 4 completions a process has"):
+        _check_processes(made, 2)
+    with pytest.raises(ConfigError, match="does not divide over 3 processes"):
+        _check_processes(made, 3)
+
+
+def test_a_step_whose_gradient_is_not_finite(trainer: Any) -> None:
+    """Skipped and counted, or an error: the weights stay as they were either way."""
+    from klamp.train.learner import TrainingError
+    from klamp.train.rewards import Scored
+
+    for choice in ("skip", "stop"):
+        made = trainer(optim={"on_nonfinite": choice}, run=str(Path(trainer().config.run).with_name(choice)))
+        rollout = made.sample(1)
+        wild = Scored(torch.tensor([torch.inf] + [0.0] * 7), torch.ones(8, dtype=torch.bool), {})
+        before = [p.detach().clone() for p in made.learner.policy.trainable().values()]
+        if choice == "stop":
+            with pytest.raises(TrainingError, match=r"the gradient of step 1 is (nan|inf)"):
+                made.learner.step(1, rollout, wild)
+        else:
+            assert made.learner.step(1, rollout, wild).metrics["train/skipped"] == 1.0
+        after = made.learner.policy.trainable().values()
+        assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
