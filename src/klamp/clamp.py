@@ -315,7 +315,7 @@ class Gauge:
 
     rate: float = 0.1
     """Share of a fresh reading in the level, once ten are there."""
-    learn: float = 0.2
+    learn: float = 0.1
     """How fast the share of growth is learned, where a step grew by much; from small growths nothing is."""
 
     def init(self) -> GaugeState:
@@ -324,7 +324,7 @@ class Gauge:
 
     def update(self, state: GaugeState, fresh: float, last: Clamped | None) -> GaugeState:
         """The state after a batch read ``fresh``; ``last`` is what the clamp found and did in the step before it."""
-        if not (math.isfinite(fresh) and fresh > 0):
+        if not _positive(fresh):
             return state
         if last is None or state.level <= 0 or not _positive(last.kl_before, last.kl_after):
             return replace(state, level=fresh, reading=fresh)
@@ -343,7 +343,7 @@ class Gauge:
         """
         _check_limit(limit)
         back = math.exp(-0.03 - 0.15 / math.sqrt(state.pairs + 1))
-        if not _positive(own, own):
+        if not _positive(own):
             return limit * back
         return limit * back * min(max(own / self._expected(state, own), 0.5), 3.0)
 
@@ -355,7 +355,8 @@ class Gauge:
 
 
 def _positive(*values: float) -> bool:
-    return all(math.isfinite(v) and v > 0 for v in values)
+    """Whether these are KLs to reckon with: above rounding, and below what any model reaches."""
+    return all(1e-12 < v < 1e12 for v in values)
 
 
 def _growth(before: float, after: float) -> float:

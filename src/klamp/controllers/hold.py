@@ -114,6 +114,9 @@ class Hold:
     per: Unit | None = None
     init_beta: float = 0.1
     bounds: Bounds = (1e-6, 1e4)
+    clamped: bool = False
+    """Whether a clamp is known to stand beside the price, which then leans on it from the start; otherwise it does so
+    from the clamp's first effort on."""
 
     def __post_init__(self) -> None:
         check_target("Hold", self.target, self.per)
@@ -142,7 +145,13 @@ class Hold:
     def _start(self, beta: float, doubt: float) -> HoldState:
         beta = clip(beta, *self.bounds)
         xx, xb, xr, _, br, rr = HoldState.doubt
-        return HoldState(beta=beta, felt=1 / beta, best=math.log(beta), doubt=(xx, xb, xr, doubt, br, rr))
+        return HoldState(
+            beta=beta,
+            felt=1 / beta,
+            best=math.log(beta),
+            doubt=(xx, xb, xr, doubt, br, rr),
+            lean=float(self.clamped),
+        )
 
     def _tokens(self, length: float | None) -> float:
         if self.per == "sequence":

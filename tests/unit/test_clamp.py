@@ -1,0 +1,250 @@
+"""The clamp: exact where KL is quadratic, close where it is not, harmless where it cannot be measured."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from klamp.clamp import (
+    Clamped,
+    Gap,
+    GapState,
+    Gauge,
+    GaugeState,
+    clamp,
+    lora_scaler,
+    scale_for,
+    snapshot,
+    weights_scaler,
+)
+from klamp.errors import ConfigError
+
+
+class Line:
+    """A displacement of one number; KL is a function of it."""
+
+    def __init__(self, kl: Any, at: float = 1.0) -> None:
+        self.kl, self.at, self.measured = kl, at, 0
+
+    def measure(self) -> float:
+        self.measured += 1
+        return float(self.kl(self.at))
+
+    def scale(self, s: float) -> None:
+        assert math.isfinite(s)
+        assert s >= 0
+        self.at *= s
+
+
+@pytest.mark.parametrize(("kl", "scale"), [(0.2, 0.5), (0.05, 1.0), (0.04, 1.0), (0.0, 1.0), (-0.1, 1.0), (5.0, 0.1)])
+def test_one_measurement_by_hand(kl: float, scale: float) -> None:
+    assert scale_for(kl, 0.05) == pytest.approx(scale, rel=1e-12)
+
+
+def test_one_measurement_from_another_origin() -> None:
+    assert scale_for(0.16, 0.09, origin_kl=0.04) == pytest.approx(0.5, rel=1e-12)  # (0.3 - 0.2) / (0.4 - 0.2)
+    assert scale_for(0.16, 0.01, origin_kl=0.04) == 0.0
+
+
+@pytest.mark.parametrize("kl", [math.nan, math.inf, -math.inf])
+def test_a_measurement_that_is_no_number_has_no_scale(kl: float) -> None:
+    with pytest.raises(ConfigError, match="kl must be a finite number"):
+        scale_for(kl, 0.05)
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, math.nan, math.inf])
+def test_a_limit_is_a_positive_number(limit: float) -> None:
+    with pytest.raises(ConfigError, match="limit"):
+        scale_for(0.1, limit)
+    with pytest.raises(ConfigError, match="limit"):
+        clamp(lambda: 0.1, lambda s: None, limit)
+    with pytest.raises(ConfigError, match="rounds"):
+        clamp(lambda: 0.1, lambda s: None, 0.1, rounds=0)
+
+
+def test_within_the_limit_nothing_is_touched() -> None:
+    line = Line(lambda x: 0.04 * x * x)
+    assert clamp(line.measure, line.scale, 0.05) == Clamped(0.04, 0.04)
+    assert line.at == 1.0
+    assert line.measured == 1
+    assert clamp(line.measure, line.scale, 0.05, kl=0.04).rounds == 0
+    assert line.measured == 1
+
+
+@given(times=st.floats(1.001, 1e4), power=st.floats(1.0, 4.0))
+def test_any_power_law_ends_just_under_the_limit_in_two_rounds(times: float, power: float) -> None:
+    line = Line(lambda x: 0.05 * times * x**power)
+    result = clamp(line.measure, line.scale, 0.05)
+    assert result.held
+    assert 0.97 * 0.05 - 1e-12 <= result.kl_after <= 0.05
+    assert result.rounds <= 2
+    assert result.scale == pytest.approx(line.at, rel=1e-9)
+    assert result.effort == pytest.approx(-math.log(line.at), rel=1e-9)
+
+
+@given(a=st.floats(0.01, 10), b=st.floats(0, 10), c=st.floats(0, 100))
+def test_a_curve_that_bends_is_not_shrunk_needlessly(a: float, b: float, c: float) -> None:
+    line = Line(lambda x: a * x**2 + b * x**3 + c * x**4)
+    result = clamp(line.measure, line.scale, 0.05)
+    assert result.held
+    assert result.kl_after <= 0.05
+    assert result.rounds <= 4
+    if result.rounds:
+        assert result.kl_after > 0.9 * 0.05
+
+
+def test_backtracking_starts_from_where_the_step_began() -> None:
+    line = Line(lambda x: (0.2 + 0.3 * x) ** 2)  # KL 0.04 before the step, 0.25 after
+    result = clamp(line.measure, line.scale, 0.09, origin_kl=0.04)
+    assert result.held
+    assert result.rounds == 1
+    assert 0.97 * 0.09 <= result.kl_after <= 0.09
+
+
+def test_an_origin_over_the_limit_is_as_far_as_it_goes() -> None:
+    line = Line(lambda x: 0.2 + x)
+    result = clamp(line.measure, line.scale, 0.1, origin_kl=0.2)
+    assert (line.at, result.held, result.kl_after) == (0.0, False, 0.2)
+    assert math.isfinite(result.effort)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_cannot_be_measured_is_left_alone(bad: float) -> None:
+    line = Line(lambda x: bad)
+    result = clamp(line.measure, line.scale, 0.05)
+    assert (line.at, result.scale, result.effort, result.held) == (1.0, 1.0, 0.0, False)
+
+
+def test_a_later_nan_leaves_finite_weights_and_says_so() -> None:
+    line = Line(lambda x: 0.2 if x == 1.0 else math.nan)
+    result = clamp(line.measure, line.scale, 0.05)
+    assert not result.held
+    assert 0 < line.at < 1
+
+
+class Lora(nn.Module):
+    """Names as peft gives them."""
+
+    def __init__(self, adapters: tuple[str, ...] = ("default",)) -> None:
+        super().__init__()
+        self.base = nn.Linear(3, 3).requires_grad_(False)
+        self.lora_A = nn.ModuleDict({a: nn.Linear(3, 2, bias=False) for a in adapters})
+        self.lora_B = nn.ModuleDict({a: nn.Linear(2, 3, bias=False) for a in adapters})
+
+
+def test_lora_scales_one_adapter_exactly() -> None:
+    model = Lora(("default", "other"))
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    scale = lora_scaler(model, "other")
+    scale(1.0)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    scale(0.25)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name] * (0.25 if name == "lora_B.other.weight" else 1.0))
+    scale(0.0)
+    assert not model.lora_B["other"].weight.any()
+
+
+def test_lora_finds_the_active_adapter_or_asks() -> None:
+    model = Lora(("default", "other"))
+    with pytest.raises(ConfigError, match="adapter="):
+        lora_scaler(model)
+    model.active_adapter = "default"
+    lora_scaler(model)(0.0)
+    assert not model.lora_B["default"].weight.any()
+    assert model.lora_B["other"].weight.any()
+    with pytest.raises(ConfigError, match="has no lora_B"):
+        lora_scaler(model, "third")
+    with pytest.raises(ConfigError, match="weights_scaler"):
+        lora_scaler(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_weights_interpolate_and_are_exact_at_both_ends(dtype: torch.dtype) -> None:
+    model = nn.Linear(4, 4).to(dtype)
+    origin = snapshot(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p))
+    after = snapshot(model)
+    scale = weights_scaler(model, origin)
+    scale(1.0)
+    assert all(torch.equal(p, after[n]) for n, p in model.named_parameters())
+    scale(0.5)
+    for name, p in model.named_parameters():
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        middle = origin[name].to(wide) + 0.5 * (after[name].to(wide) - origin[name].to(wide))
+        assert torch.equal(p, middle.to(dtype))
+    scale(0.0)
+    assert all(torch.equal(p, origin[n]) for n, p in model.named_parameters())
+
+
+def test_weights_refuse_an_origin_of_another_model() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="snapshot"):
+        weights_scaler(model, {})
+    with pytest.raises(ConfigError, match="shape"):
+        weights_scaler(model, {n: torch.zeros(7) for n, _ in model.named_parameters()})
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -0.5])
+def test_no_scaler_takes_a_factor_that_ruins_weights(bad: float) -> None:
+    model = nn.Linear(2, 2)
+    for scale in (weights_scaler(model, snapshot(model)), lora_scaler(Lora())):
+        with pytest.raises(ConfigError, match="s must be"):
+            scale(bad)
+
+
+def test_gap_learns_that_own_tokens_read_high() -> None:
+    gap, state = Gap(), Gap().init()
+    assert gap.limit(state, 0.05) == 0.05
+    for _ in range(60):
+        state = gap.update(state, 0.03, 0.05)
+    assert state.ratio == pytest.approx(0.6, rel=1e-4)  # the mean forgets its start by 0.8 a pair
+    assert gap.limit(state, 0.05) == pytest.approx(0.05 / 0.6, rel=1e-4)
+    assert GapState(**asdict(state)) == state
+
+
+@given(st.lists(st.tuples(st.floats(), st.floats()), max_size=30))
+def test_gap_stays_in_bounds_whatever_it_sees(pairs: list[tuple[float, float]]) -> None:
+    gap, state = Gap(), Gap().init()
+    for fresh, own in pairs:
+        state = gap.update(state, fresh, own)
+        assert gap.bounds[0] <= state.ratio <= gap.bounds[1]
+
+
+def test_gauge_follows_the_level_better_than_a_batch_reads_it() -> None:
+    noise = torch.Generator().manual_seed(0)
+    gauge, state, last, level, errors = Gauge(), Gauge().init(), None, 0.05, []
+    for _ in range(300):
+        batch = math.exp(0.1 * torch.randn((), generator=noise).item())  # reads before and after alike
+        state = gauge.update(state, level * batch, last)
+        errors.append(math.log(state.level / level))
+        grown = level * math.exp(0.05 * torch.randn((), generator=noise).item())
+        last, level = Clamped(grown * batch, grown * batch), grown
+    assert float(torch.tensor(errors[20:]).std()) < 0.04
+    assert GaugeState(**asdict(state)) == state
+
+
+def test_gauge_learns_how_much_of_a_growth_is_fresh() -> None:
+    gauge, state, last, level = Gauge(), Gauge().init(), None, 0.05
+    for _ in range(100):  # own tokens double where fresh KL grows by sqrt(2); the clamp halves both
+        state = gauge.update(state, level, last)
+        own = level * 2
+        last, level = Clamped(own, own * 0.7, 0.84, 0.18, 1), level * math.sqrt(2) * 0.7
+    assert state.share == pytest.approx(0.5, abs=0.05)
+
+
+@given(st.lists(st.tuples(st.floats(), st.floats(), st.floats(), st.floats()), max_size=20))
+def test_gauge_limits_are_finite_whatever_it_sees(steps: list[tuple[float, float, float, float]]) -> None:
+    gauge, state = Gauge(), Gauge().init()
+    for fresh, before, after, own in steps:
+        state = gauge.update(state, fresh, Clamped(before, after))
+        assert 0 < gauge.limit(state, 0.05, own) <= 0.15
