@@ -1,0 +1,226 @@
+"""Hold: the price finds beta*, whatever the unit, the start and the pace of the plant; and then it is quiet."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from klamp.controllers.base import State
+from klamp.controllers.hold import Hold, HoldState
+from klamp.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def plant(rate: float, best: float, delay: int = 1) -> Callable[[float], float]:
+    """KL / target after another step: ``x' = rate (1 - x beta / best)`` with the price of ``delay`` steps ago."""
+    x, prices = 0.0, [None] * (delay - 1)
+
+    def step(beta: float) -> float:
+        nonlocal x
+        prices.append(beta)  # type: ignore[arg-type]
+        felt = next(p for p in prices if p is not None) if prices[-delay] is None else prices[-delay]
+        x += rate * (1 - x * felt / best)
+        x = max(x, 0.0)
+        return x * x
+
+    return step
+
+
+def follow(hold: Hold, step: Callable[[float], float], steps: int) -> tuple[list[float], list[float]]:
+    """KL / target and price of a run."""
+    state, kls, betas = hold.init(), [], []
+    for _ in range(steps):
+        kl = step(state.beta)
+        kls.append(kl)
+        betas.append(state.beta)
+        state = hold.update(state, kl * hold.target)
+    return kls, betas
+
+
+def replay(hold: Hold, kls: Sequence[float], effort: float = 0.0) -> HoldState:
+    state = hold.init()
+    for kl in kls:
+        state = hold.update(state, kl, effort=effort)
+    return state
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.1, 0.02, 0.005])
+@pytest.mark.parametrize("wrong", [0.1, 1.0, 10.0])
+@pytest.mark.parametrize("delay", [1, 5])
+def test_finds_the_price_at_any_pace_from_any_start(rate: float, wrong: float, delay: int) -> None:
+    kls, betas = follow(Hold(0.05, "token", init_beta=0.3 * wrong), plant(rate, 0.3, delay), 1500)
+    assert all(abs(kl - 1) < 0.2 for kl in kls[1000:])
+    assert fmean(betas[1200:]) == pytest.approx(0.3, rel=0.1)
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.1, 0.02])
+def test_settled_it_is_quiet_and_does_not_oscillate(rate: float) -> None:
+    _, betas = follow(Hold(6.0, "sequence", init_beta=0.3), plant(rate, 0.2, 3), 700)
+    assert max(abs(math.log(b / a)) for a, b in pairwise(betas[500:])) < 0.02
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.03, 0.01])
+def test_the_climb_from_zero_winds_nothing_up(rate: float) -> None:
+    kls, _ = follow(Hold(0.05, "token", init_beta=0.3), plant(rate, 0.3), 600)
+    assert max(kls) < 1.3
+
+
+def test_a_price_far_too_low_on_a_fast_plant_is_raised_as_soon_as_kl_passes_the_target() -> None:
+    kls, betas = follow(Hold(0.05, "token", init_beta=0.03), plant(0.2, 0.3), 40)
+    passed = next(t for t, kl in enumerate(kls) if kl > 1.2)
+    assert betas[passed + 3] > 1.5 * betas[0]
+    assert betas[-1] > 0.15
+
+
+@given(kls=st.lists(st.floats(0.001, 100.0), min_size=1, max_size=60), unit=st.sampled_from([1 / 120, 7.0, 120.0]))
+@settings(max_examples=50)
+def test_the_unit_does_not_matter(kls: list[float], unit: float) -> None:
+    one = replay(Hold(0.05, "token"), [0.05 * kl for kl in kls])
+    other = replay(Hold(0.05 * unit, "sequence"), [0.05 * unit * kl for kl in kls])
+    assert one.beta == pytest.approx(other.beta, rel=1e-6)  # a rounding of KL passes through logs and clips
+
+
+@given(
+    kls=st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=80),
+    efforts=st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=80, max_size=80),
+)
+@settings(max_examples=60)
+def test_stays_in_bounds_and_finite_whatever_it_is_fed(kls: list[float], efforts: list[float]) -> None:
+    hold = Hold(0.1, "token", bounds=(0.01, 5.0))
+    state = hold.init()
+    for kl, effort in zip(kls, efforts, strict=False):
+        state = hold.update(state, kl, effort=effort)
+        assert 0.01 <= state.beta <= 5.0
+        assert State.from_json(state.to_json()) == state
+    assert state.updates + state.skipped == len(kls)
+
+
+@pytest.mark.parametrize("kl", [math.nan, math.inf, -math.inf])
+def test_a_kl_that_is_no_number_only_counts(kl: float) -> None:
+    hold = Hold(0.1, "token")
+    state = replay(hold, [0.02, 0.05, 0.09])
+    after = hold.update(state, kl, effort=0.3)
+    assert after == HoldState(**{**vars(state), "skipped": 1})
+
+
+def test_update_is_pure_and_resume_is_invisible() -> None:
+    hold, kls = Hold(0.1, "token"), [0.01 * t for t in range(1, 40)]
+    half = replay(hold, kls[:20])
+    copy = HoldState(**vars(half))
+    resumed = State.from_json(half.to_json())
+    for kl in kls[20:]:
+        half, resumed = hold.update(half, kl), hold.update(resumed, kl)  # type: ignore[arg-type]
+    assert half == resumed
+    assert copy == replay(hold, kls[:20])
+
+
+@pytest.mark.parametrize(("times", "higher"), [(2.0, True), (0.5, False)])
+@pytest.mark.parametrize("init_beta", [0.001, 0.1, 10.0])
+def test_ends_higher_at_twice_the_target_and_lower_at_half(times: float, higher: bool, init_beta: float) -> None:
+    beta = replay(Hold(0.1, "token", init_beta=init_beta), [0.1 * times] * 200).beta
+    assert (beta > 1.2 * init_beta) if higher else (beta < init_beta / 1.2)
+
+
+def test_nothing_winds_up_at_a_bound() -> None:
+    hold = Hold(0.1, "token", bounds=(0.01, 1.0))
+    state = replay(hold, [0.001] * 2000)
+    assert state.beta == 0.01
+    for _ in range(40):
+        state = hold.update(state, 0.4)
+    assert state.beta > 0.1
+
+
+def test_a_policy_that_has_not_moved_is_waited_for_but_not_for_ever() -> None:
+    hold = Hold(0.1, "token", init_beta=0.3)
+    assert replay(hold, [0.0] * 5).beta == 0.3
+    assert replay(hold, [0.0] * 60).beta < 0.1
+
+
+def test_effort_says_that_the_price_is_too_low() -> None:
+    """KL is held at the target by a clamp that undoes 5 % a step: the price must take over."""
+    hold = Hold(0.1, "token", init_beta=0.1)
+    climb = [0.1 * min(t / 8, 1) ** 2 for t in range(1, 41)]
+    with_effort = hold.init()
+    for kl in climb:
+        with_effort = hold.update(with_effort, kl, effort=0.05 if kl >= 0.1 else 0.0)
+    assert with_effort.beta > 1.2 * replay(hold, climb).beta
+
+
+def test_low_kl_with_an_idle_clamp_says_that_the_price_is_too_high() -> None:
+    hold, kls = Hold(0.1, "token"), [0.02, 0.04, 0.06, *[0.07] * 30]
+    told = Hold(0.1, "token", clamped=True)
+    assert replay(told, kls).beta < replay(hold, kls).beta
+
+
+def test_starts_where_it_is_told() -> None:
+    assert Hold(6.0, "sequence").init(spread=2.0).beta == pytest.approx(0.65 * 2 / math.sqrt(12), rel=1e-12)
+    for per in ("token", "sequence_mean"):
+        told = Hold(0.05, per).init(spread=1.0, length=120)  # type: ignore[arg-type]
+        assert told.beta == pytest.approx(0.65 / math.sqrt(12), rel=1e-12)
+        with pytest.raises(ConfigError, match="length"):
+            Hold(0.05, per).init(spread=1.0)  # type: ignore[arg-type]
+    assert Hold(0.05, "token", init_beta=0.4).init().beta == 0.4
+
+
+def test_presets_and_refusals() -> None:
+    targets = {name: Hold.preset(name).target for name in ("conservative", "moderate", "aggressive")}
+    assert targets == {"conservative": 0.02, "moderate": 0.08, "aggressive": 0.15}
+    with pytest.raises(ConfigError, match="moderate"):
+        Hold.preset("moderat")
+    with pytest.raises(ConfigError, match="per"):
+        Hold(0.1)
+    for target in (0.0, -1.0, math.nan):
+        with pytest.raises(ConfigError, match="target"):
+            Hold(target, "token")
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> object:
+    """benchmarks/controllers.py as a module."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    for name in [m for m in sys.modules if m == "plants" or m.startswith("plants.")]:
+        monkeypatch.delitem(sys.modules, name)
+    import controllers
+
+    return controllers
+
+
+@pytest.mark.slow
+def test_ahead_of_every_tuned_rival_on_the_ensemble_and_in_its_corners(bench) -> None:  # type: ignore[no-untyped-def]
+    plants = bench.ensemble.draw(31337, 40)
+    for where in (plants, *(plants.corner(name) for name in bench.ensemble.CORNERS)):
+        hold = bench.ensemble_row(where, lambda p: bench.held(p.beta0, int, target=p.target))[0]
+        made = bench.ENSEMBLE.items()
+        rivals = {k: bench.ensemble_row(where, lambda p, m=m: m(p.target, p.beta0))[0] for k, m in made}
+        assert hold > max(rivals.values()), rivals
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ramp", [2.5, 8.0, 25.0])
+def test_within_five_points_of_the_best_constant_in_hindsight(bench, ramp: float) -> None:  # type: ignore[no-untyped-def]
+    runs = bench.policy.draw(31337, 15, ramp)
+    best = bench.train.constants(runs, 21)
+    trace = bench.train.train(runs, bench.held(runs.feed_forward, int, told=True), runs.feed_forward)
+    assert bench.train.in_band(trace.kl).mean() > best.best.mean() - 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ramp", [2.5, 8.0, 25.0])
+@pytest.mark.parametrize("wrong", [0.1, 1.0])
+def test_with_the_clamp_kl_stays_in_band(bench, ramp: float, wrong: float) -> None:  # type: ignore[no-untyped-def]
+    runs = bench.policy.draw(31337, 10, ramp)
+    beta0 = runs.feed_forward * wrong
+    hold = bench.held(beta0, int, told=wrong == 1.0, clamped=True)
+    trace = bench.train.train(runs, hold, beta0, clamped=True)
+    assert bench.train.in_band(trace.kl).mean() > 97
+    assert (trace.kl / bench.train.LIMIT > 1.1).mean() < 0.002
+    assert trace.effort[len(trace.effort) // 2 :].mean() < 0.04
