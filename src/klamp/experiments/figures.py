@@ -125,6 +125,14 @@ def paired(ours: Sequence[Record], theirs: Sequence[Record], key: str) -> Interv
     return interval([late_of(r, key) - other[r.seed] for r in ours if r.seed in other])
 
 
+def paired_ratio(ours: Sequence[Record], theirs: Sequence[Record], key: str) -> Interval:
+    """Mean ratio less 1 of a figure, ours over theirs, through its logarithm: what perplexities are compared by."""
+    other = {r.seed: late_of(r, key) for r in theirs}
+    pairs = [(late_of(r, key), other[r.seed]) for r in ours if r.seed in other]
+    logs = interval([math.log(a / b) for a, b in pairs if a > 0 and b > 0 and math.isfinite(a) and math.isfinite(b)])
+    return Interval(math.expm1(logs.mean), math.expm1(logs.low), math.expm1(logs.high))
+
+
 def at_equal_kl(ours: Sequence[Record], constants: Sequence[Sequence[Record]], key: str) -> Interval:
     """Ours minus what constant prices get at the KL we hold, seed by seed.
 

@@ -42,7 +42,7 @@ class Job:
     reference: str
     """Path of the experiment's reference.json."""
     heldout: str | None = None
-    texts: int = 128
+    texts: int = 64
     """Held-out texts, and samples of the reference, that perplexity is taken over."""
     every: int = 5
     """Steps between perplexities."""

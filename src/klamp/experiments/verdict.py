@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 from klamp.experiments.arms import ADAPTIVE, ORACLE
 from klamp.experiments.compare import Comparison
-from klamp.experiments.figures import Figures, Interval, at_equal_kl, paired
+from klamp.experiments.figures import Figures, Interval, at_equal_kl, paired, paired_ratio
 
 DEGRADED = 1.25
 """Held-out perplexity, in the reference's, above which a policy's English has suffered."""
@@ -92,14 +93,15 @@ def _against_constants(comparison: Comparison) -> list[Check]:
 
 def sentence(comparison: Comparison, rows: dict[str, Figures]) -> str:
     """The finding in one sentence: the adaptive arm nearest its target beside the static one."""
+    near = partial(_closeness, target=comparison.target)
     adaptive = [rows[a] for a in ADAPTIVE if a in rows]
     if not adaptive or "static" not in rows:
-        best = max(rows.values(), key=_closeness)
+        best = max(rows.values(), key=near)
         return f"Nearest to the target of {_target(comparison)} was {best.arm}: {_band(best)}."
-    ours, static = max(adaptive, key=_closeness), rows["static"]
+    ours, static = max(adaptive, key=near), rows["static"]
     reward = paired(comparison.arms[ours.arm], comparison.arms["static"], "reward/mean")
-    perplexity = paired(comparison.arms[ours.arm], comparison.arms["static"], "heldout/perplexity")
-    closer = _closeness(ours) > _closeness(static)
+    perplexity = paired_ratio(comparison.arms[ours.arm], comparison.arms["static"], "heldout/perplexity")
+    closer = near(ours) > near(static)
     closest = f"its target of {_target(comparison)} than static did"
     opening = (
         f"{ours.arm} kept KL closer to {closest}"
@@ -109,7 +111,7 @@ def sentence(comparison: Comparison, rows: dict[str, Figures]) -> str:
     price = f"beta {static.beta:g}"
     return (
         f"{opening} ({_band(ours)}, against {_band(static)} with {price}); its held-out perplexity was "
-        f"{_compared(perplexity, 'lower', 'higher')} and its reward {_compared(reward, 'lower', 'higher')}"
+        f"{_compared(perplexity, percent=True)} and its reward {_compared(reward)}"
         f"{_trade(reward, perplexity)}."
     )
 
@@ -123,15 +125,19 @@ def _trade(reward: Interval, perplexity: Interval) -> str:
     return ""
 
 
-def _compared(found: Interval, down: str, up: str) -> str:
+def _compared(found: Interval, *, percent: bool = False) -> str:
+    """``0.41 lower (95 % interval -0.45 to -0.37)``, or that there is no telling."""
+
+    def show(x: float, sign: str = "+") -> str:
+        return f"{100 * x:{sign}.0f} %" if percent else f"{x:{sign}.3g}"
+
     if math.isnan(found.mean):
         return "not measured"
+    size = f"{show(abs(found.mean), '')} {'lower' if found.mean < 0 else 'higher'}"
     if math.isnan(found.low):
-        return f"{abs(found.mean):.3g} {down if found.mean < 0 else up} (one seed, no interval)"
-    interval = f"95 % interval {found.low:+.3g} to {found.high:+.3g}"
-    if found.low <= 0 <= found.high:
-        return f"no different by a 95 % interval ({found.mean:+.3g}, {found.low:+.3g} to {found.high:+.3g})"
-    return f"{abs(found.mean):.3g} {down if found.mean < 0 else up} ({interval})"
+        return f"{size} (one seed, no interval)"
+    ends = f"95 % interval {show(found.low)} to {show(found.high)}"
+    return f"not clearly different ({ends})" if found.low <= 0 <= found.high else f"{size} ({ends})"
 
 
 def _band(found: Figures) -> str:
@@ -140,9 +146,10 @@ def _band(found: Figures) -> str:
     return f"{_percent(found.in_band)} of steps in band, at most {found.highest:.2f} × target"
 
 
-def _closeness(found: Figures) -> tuple[float, float]:
+def _closeness(found: Figures, target: float) -> tuple[float, float]:
+    """Share in band, weighed by the seeds that entered; then how near the late KL is, as a ratio."""
     share = 0.0 if math.isnan(found.in_band) else found.in_band * found.entered / found.seeds
-    return share, -found.highest
+    return share, -abs(math.log(found.kl / target)) if found.kl > 0 else -math.inf
 
 
 def _target(comparison: Comparison) -> str:

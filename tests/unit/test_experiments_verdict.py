@@ -1,0 +1,89 @@
+"""The sentence and the checks say what the numbers say, whoever won."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from klamp.experiments.compare import Comparison
+from klamp.experiments.figures import Interval
+from klamp.experiments.records import Record, Series
+from klamp.experiments.verdict import judge
+
+
+def run(kl: float, reward: float, perplexity: float, seed: int, noise: float = 0.02) -> Record:
+    rng = random.Random(f"{kl} {reward} {seed}")
+    record = Record(Path("made"), config={"seed": seed})
+    for step in range(1, 61):
+        values = {"kl/steered": min(1, step / 10) * kl, "reward/mean": reward, "heldout/perplexity": perplexity}
+        for key, value in {**values, "kl/beta": 0.04}.items():
+            record.series.setdefault(key, Series()).add(step, value * (1 + noise * rng.gauss(0, 1)))
+    return record
+
+
+def comparison(seeds: int = 3, **arms: tuple[float, float, float]) -> Comparison:
+    made = {name.replace("_", "-"): [run(*values, seed) for seed in range(seeds)] for name, values in arms.items()}
+    reference = {"perplexity": {"heldout": 9.0, "reference": 6.0}, "probes": []}
+    return Comparison(Path("made"), 0.05, "token", made, {}, None, reference)
+
+
+def test_a_win_is_told_with_its_numbers_and_its_price() -> None:
+    said = judge(comparison(static=(1.0, 0.95, 18.0), hold=(0.05, 0.5, 9.3)))
+    assert said.sentence.startswith("hold kept KL closer to its target of 0.05 nats per token than static did (100.0 %")
+    assert re.search(r"perplexity was 4\d % lower \(95 % interval -\d+ % to -\d+ %\)", said.sentence)
+    assert re.search(r"reward 0\.4\d* lower", said.sentence)
+    assert said.sentence.endswith("what static gained in reward it paid for in English.")
+    assert said.arms["hold"] == "holds the band"
+    assert "shoots past the band" in said.arms["static"]
+    assert "English degraded" in said.arms["static"]
+
+
+def test_a_loss_is_told_as_one() -> None:
+    said = judge(comparison(static=(0.05, 0.6, 9.2), hold=(0.2, 0.5, 9.2)))
+    assert said.sentence.startswith("No adaptive arm kept KL closer")
+    assert "did not win" in said.sentence
+    assert [c.holds for c in said.checks] == [False, False]
+
+
+def test_what_cannot_be_told_apart_is_not_told_apart() -> None:
+    said = judge(comparison(static=(0.05, 0.5, 9.2), hold=(0.0501, 0.5, 9.2)))
+    assert said.sentence.count("not clearly different (95 % interval") == 2
+
+
+def test_one_seed_gives_no_interval_and_says_so() -> None:
+    said = judge(comparison(1, static=(1.0, 0.9, 18.0), hold=(0.05, 0.5, 9.3)))
+    assert said.sentence.count("(one seed, no interval)") == 2
+
+
+def test_without_a_static_arm_the_nearest_is_named() -> None:
+    said = judge(comparison(ziegler=(0.3, 0.9, 11.0), hold=(0.05, 0.5, 9.3)))
+    assert "Nearest to the target of 0.05 nats per token was hold" in said.sentence
+
+
+def test_neither_in_band_is_no_win_by_default() -> None:
+    said = judge(comparison(static=(0.03, 0.4, 9.1), hold=(0.01, 0.3, 9.0)))
+    assert said.sentence.startswith("No adaptive arm kept KL closer")
+    assert said.arms["hold"] == "stays below the band"
+
+
+def test_against_constants_reward_and_perplexity_are_judged_at_equal_kl() -> None:
+    made = comparison(static=(1.0, 0.9, 18.0), hold=(0.05, 0.5, 9.3), hold_price=(0.055, 0.5, 9.3))
+    kls = (0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1)
+    constants = {f"beta={k}": [run(k, 0.28 + k**0.5, 9 + 6 * k, s, 0.002) for s in range(3)] for k in kls}
+    made = Comparison(Path("made"), 0.05, "token", made.arms, constants, "beta=0.05", made.reference)
+    said = judge(made)
+    found = {c.what: c.holds for c in said.checks}
+    assert len(found) == 6
+    assert all(holds is not None for holds in found.values())
+    assert said.figures[-1].arm == "oracle"
+
+
+@pytest.mark.parametrize(
+    ("interval", "text"),
+    [(Interval(0.5), "+0.5"), (Interval(-0.25, -0.5, 0.0), "-0.25 [-0.5, +0]")],
+)
+def test_intervals_read_well(interval: Interval, text: str) -> None:
+    assert str(interval) == text
