@@ -65,6 +65,7 @@ class AdapterOff:
 
     def __init__(self, policy: Policy, forward: Any, spec: ReferenceSpec) -> None:
         self.policy, self.forward, self.spec = policy, forward, spec
+        self.hashed: tuple[tuple[int, ...], str] = ((), "")
 
     @torch.no_grad()
     def states(self, part: Part) -> Anchor:
@@ -79,7 +80,11 @@ class AdapterOff:
 
     def identity(self) -> dict[str, Any]:
         frozen = {n: p for n, p in self.policy.model.named_parameters() if "lora_" not in n}
-        return {"reference": str(self.spec), "weights": digest(frozen)}
+        # torch counts the writes to a tensor; a base that nobody wrote to need not be hashed at every checkpoint.
+        versions = tuple(p._version for p in frozen.values())
+        if self.hashed[0] != versions:
+            self.hashed = (versions, digest(frozen))
+        return {"reference": str(self.spec), "weights": self.hashed[1]}
 
     def tensors(self) -> dict[str, Tensor]:
         return {}
