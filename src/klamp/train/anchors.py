@@ -273,7 +273,7 @@ def anchor(policy: Policy, forward: Any, spec: ReferenceSpec, run: Path, *, on_c
     return SecondAdapter(policy, forward, spec, run)
 
 
-def check_reference(spec: ReferenceSpec, run: Path, model: str, *, full: bool) -> None:
+def check_reference(spec: ReferenceSpec, run: Path, model: str, *, full: bool, trust_remote_code: bool = False) -> None:
     """Refuse a reference that is not there or speaks other tokens, before any weights are loaded."""
     if isinstance(spec, AdapterPath):
         if full:
@@ -282,14 +282,14 @@ def check_reference(spec: ReferenceSpec, run: Path, model: str, *, full: bool) -
     elif isinstance(spec, CheckpointStep) and spec.step > 0:
         step_folder(run, spec.step)
     elif isinstance(spec, FrozenModel):
-        _check_tokens(model, spec.model)
+        _check_tokens(model, spec.model, trust_remote_code)
 
 
-def _check_tokens(model: str, reference: str) -> None:
+def _check_tokens(model: str, reference: str, trust: bool) -> None:
     """A KL compares the same tokens: the two vocabularies must be one."""
     from klamp.models import load_tokenizer
 
-    ours, theirs = load_tokenizer(model).get_vocab(), load_tokenizer(reference).get_vocab()
+    ours, theirs = (load_tokenizer(name, trust).get_vocab() for name in (model, reference))
     different = [t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t)]
     if different:
         first = min(different)

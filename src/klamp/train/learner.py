@@ -87,7 +87,7 @@ class Learner:
         seen = met if look is None else look
         self._tally_kl(rollout, prepared, seen, tally)
         sums = tally.totals()
-        kl = sums.mean("kl")
+        kl = sums.mean("kl") if sums.count("kl") else math.nan  # nothing counted is not a KL of 0
         self.steering.fresh(kl)
         clamped = self._clamp(origin, kl, lambda: self._measure(rollout, prepared, anchors))
         return self._conclude(step, rollout, scored, sums, kl, clamped, seen.kl, prepared)
@@ -161,7 +161,10 @@ class Learner:
         for epoch in range(algorithm.epochs):
             order = self._order(step, epoch, len(rollout))
             for rows in torch.tensor_split(order, algorithm.minibatches):
-                count = float(self.reduce(prepared.counted[rows].sum().double()).clamp(min=1))
+                count = float(self.reduce(prepared.counted[rows].sum().double()))
+                if count == 0:  # every reward failed: Adam's momentum alone is no step
+                    self.skipped += 1
+                    continue
                 pieces = list(parts(rollout, rows, size))
                 for i, piece in enumerate(pieces):
                     with self._sync(last=i + 1 == len(pieces)):

@@ -49,7 +49,13 @@ class Trainer:
         self.folder.claim(config)
         models.resolve(config.model)
         self.prompts = data.load(config.prompts, config.model)
-        check_reference(parse(config.kl.reference), self.folder.path, config.model, full=config.full)
+        check_reference(
+            parse(config.kl.reference),
+            self.folder.path,
+            config.model,
+            full=config.full,
+            trust_remote_code=config.trust_remote_code,
+        )
         self.scorer = Scorer(config.reward, rewards)
         self.accelerator = _accelerator(config)
         _check_processes(config, self.accelerator.num_processes)
@@ -75,7 +81,7 @@ class Trainer:
 
     def _run(self) -> dict[str, float]:
         done = self._resume()
-        metrics: dict[str, float] = {}
+        metrics = self.folder.last()
         with self.stop.listening(), self.display.live(done):
             for step in range(done + 1, self.config.steps + 1):
                 clock = Clock()

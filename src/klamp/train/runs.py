@@ -95,6 +95,11 @@ class RunFolder:
             handle.flush()
             os.fsync(handle.fileno())
 
+    def last(self) -> dict[str, Any]:
+        """The metrics of the last step written; empty before the first."""
+        rows = list(read_jsonl(self.metrics))
+        return {k: v for k, v in rows[-1].items() if k != "step"} if rows else {}
+
     def rewind(self, step: int) -> None:
         """Drop lines after ``step`` and a torn last one: they will be written again."""
         for file in (self.metrics, self.samples, self.alarms):
