@@ -22,7 +22,7 @@ from klamp.errors import ConfigError, unknown
 from klamp.kernels import eager, passes
 from klamp.kernels.full import token_stats_from_logits as _from_logits
 from klamp.kernels.heads import HeadSpec, head_of, matches, why_full_logits
-from klamp.kernels.work import FORMS, Form, Number, Ops, Scaling, TokenStats, Work, prepare, side, terms
+from klamp.kernels.work import FORMS, Form, Number, Ops, Scaling, Terms, TokenStats, Work, prepare, side, terms
 
 __all__ = [
     "FORMS",
@@ -115,8 +115,7 @@ def policy_loss(
     the prefix), or None. ``tail`` continues k2 and k3 linearly beyond that log-ratio. ``denominator`` is the number
     of counted tokens unless given: pass the step's global count where a batch comes in parts.
 
-    ``beta``, the clip and everything per token are run-time values: steering never recompiles. One backward call
-    only.
+    ``beta``, the clip and everything per token are run-time values: steering never recompiles. Differentiable once.
     """
     scaling = Scaling(temperature, softcap, logit_scale)
     work = _work(hidden, head, tokens, (ref_hidden, ref_head, ref_logp), mask, (bias, ref_bias), scaling)
@@ -129,21 +128,8 @@ def policy_loss(
     }
     low, high = (float("inf"), float("inf")) if clip is None else clip
     asked = terms(work, form, (beta, low, high), tail, per_token)
-    wanted = torch.is_grad_enabled()
-    with torch.autocast(hidden.device.type, enabled=False):
-        out = passes.Loss.apply(  # type: ignore[no-untyped-call]
-            work.policy.hidden, head, bias, work, asked, _ops(work.policy.hidden), wanted
-        )
-    total, logp, ref_rows, kl, entropy = out
-    count = max(1, work.tokens.shape[0]) if denominator is None else denominator
-    ref = asked.ref_logp if ref_hidden is None else ref_rows
-    stats = TokenStats(
-        work.spread(logp),
-        None if ref is None else work.spread(ref),
-        None if ref_hidden is None else work.spread(kl),
-        work.spread(entropy),
-    )
-    return PolicyLoss(total / count, stats)
+    total, stats = _priced(work, asked, head, bias)
+    return PolicyLoss(total / (max(1, work.tokens.shape[0]) if denominator is None else denominator), stats)
 
 
 def token_stats_from_logits(
@@ -219,6 +205,22 @@ def _work(
     ref_bias = biases[0] if ref_head is None and biases[1] is None else biases[1]
     reference = side("reference", _autocast(ref_hidden.detach()), head if ref_head is None else ref_head, ref_bias)
     return prepare(policy, reference, tokens, mask, scaling)
+
+
+def _priced(work: Work, asked: Terms, head: Tensor, bias: Tensor | None) -> tuple[Tensor, TokenStats]:
+    """The sum of the counted tokens' losses, with its gradient ready, and the statistics in the caller's shape."""
+    hidden = work.policy.hidden
+    with torch.autocast(hidden.device.type, enabled=False):
+        total, logp, ref_logp, kl, entropy = passes.Loss.apply(  # type: ignore[no-untyped-call]
+            hidden, head, bias, work, asked, _ops(hidden), torch.is_grad_enabled()
+        )
+    ref = asked.ref_logp if work.reference is None else ref_logp
+    return total, TokenStats(
+        work.spread(logp),
+        None if ref is None else work.spread(ref),
+        None if work.reference is None else work.spread(kl),
+        work.spread(entropy),
+    )
 
 
 def _autocast(hidden: Tensor) -> Tensor:

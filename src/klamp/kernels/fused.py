@@ -259,9 +259,8 @@ def _one_pass(
     HAS_REF: tl.constexpr, CAPPED: tl.constexpr, FORM: tl.constexpr, PHASE: tl.constexpr,
     SLICES: tl.constexpr, STEPS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program a slice of a row: its partial sums (phase 1), then the gradient of the row's loss over it (phase 2).
-
-    Phase 0 is both, with a wait between them. A program takes its number when it starts, not from its place in the
+    """One program a slice of a row: its partial sums (phase 1), then the gradient of the row's loss over it (phase 2);
+    phase 0 is both, with a wait between them. A program takes its number when it starts, not from its place in the
     grid: then the programs it waits for have started too, and the wait ends whatever order the hardware chose.
     """
     number = tl.program_id(0)
