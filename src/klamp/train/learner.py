@@ -30,6 +30,7 @@ from klamp.train.anchors import AdapterOff, Reference, anchor
 from klamp.train.batch import Part, Rollout, parts
 from klamp.train.config import TrainConfig
 from klamp.train.data import mix
+from klamp.train.optim import adamw, share_of_rate
 from klamp.train.policy import ADAPTER, Anchor, Policy
 from klamp.train.rewards import Scored
 from klamp.train.steering import Steering
@@ -58,7 +59,7 @@ class Learner:
 
     def __init__(self, config: TrainConfig, policy: Policy, accelerator: Any, run: Path) -> None:
         self.config, self.policy, self.accelerator = config, policy, accelerator
-        self.module, self.optimizer = accelerator.prepare(policy, _adamw(policy, config))
+        self.module, self.optimizer = accelerator.prepare(policy, adamw(policy, config.optim))
         self.device = next(policy.model.parameters()).device
         self.steering = Steering(config.kl)
         spec = parse(config.kl.reference)
@@ -378,14 +379,7 @@ class Learner:
         return torch.randperm(count, generator=generator).to(self.device)
 
     def _factor(self, step: int) -> float:
-        """Share of the learning rate at ``step``, which counts from 1."""
-        optim, steps = self.config.optim, self.config.steps
-        if step <= optim.warmup:
-            return step / (optim.warmup + 1)
-        progress = min((step - 1 - optim.warmup) / max(steps - optim.warmup, 1), 1.0)
-        if optim.schedule == "linear":
-            return 1 - progress
-        return 0.5 * (1 + math.cos(math.pi * progress)) if optim.schedule == "cosine" else 1.0
+        return share_of_rate(self.config.optim, step, self.config.steps)
 
     def _lr(self, step: int) -> float:
         return self.config.optim.lr * self._factor(step)
@@ -397,19 +391,6 @@ def _keep(into: Look, piece: Part, stats: TokenStats) -> None:
     assert stats.kl is not None, "and its exact KL"
     for whole, values in ((into.logp, stats.logp), (into.ref_logp, stats.ref_logp), (into.kl, stats.kl)):
         piece.put(whole, values.detach())
-
-
-def _adamw(policy: Policy, config: TrainConfig) -> torch.optim.AdamW:
-    optim = config.optim
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in policy.model.parameters() if p.requires_grad], "lr": optim.lr}
-    ]
-    if policy.value is not None:
-        groups.append({"params": list(policy.value.parameters()), "lr": optim.value_lr})
-    for group in groups:
-        group["initial_lr"] = group["lr"]
-    fused = all(p.device.type == "cuda" for g in groups for p in g["params"])
-    return torch.optim.AdamW(groups, betas=optim.betas, weight_decay=optim.weight_decay, fused=fused)
 
 
 def _band(kl: float, target: float | None) -> dict[str, float]:
