@@ -6,10 +6,11 @@ summed in float32, and a result is rounded to the dtype. So with Z the largest l
 * log-probs, KL and entropy move by at most 4 u Z through the logits (twice that of one, for two models), beside float32
   arithmetic: FLOAT32 relative and absolute;
 * where the logits are exact by construction (one-hot states pick columns of the head), float32 arithmetic alone counts;
-* the gradient of a logit is a sum of terms ``p (u_kl (|d| + kl) + |u_logp| + |u_H| (|log p| + H)) + [j = a] |u_logp|``,
-  of which float32 gets all but FLOAT32 · T right, T their magnitudes added up, however they cancel; and their sum G is
-  rounded to the dtype, as is the result. So gradients of the hidden states are good to ``(4 u |G| + FLOAT32 · T) |W|``
-  and those of the head to ``(4 u |G| + FLOAT32 · T)ᵀ |h|``.
+* the gradient of a logit is a sum of terms, ``p (u_kl (|d| + kl) + |u_logp| + |u_H| (|log p| + H)) + [j = a] |u_logp|``;
+  of these float32 gets all but FLOAT32 · T right, T their magnitudes added up, however they cancel (d and log p come from
+  logits of size Z and have 50 ulps of these to lose: Z/16 more); and their sum G is rounded to the dtype, as is the
+  result. So gradients of the hidden states are good to ``(4 u |G| + FLOAT32 · T) |W|`` and those of the head to
+  ``(4 u |G| + FLOAT32 · T)ᵀ |h|``.
 """
 
 from __future__ import annotations
@@ -128,8 +129,9 @@ def logit_gradient(x: Inputs, ops: str) -> tuple[Tensor, Tensor]:
     price, slope, bonus = (0.3, -x.advantages, 0.0) if ops == "policy" else (1.0, x.advantages, 0.1)
     (g,) = torch.autograd.grad((price * kl + slope * token + bonus * entropy).sum(), z)
     with torch.no_grad():
-        inner = price * ((logp - ref).abs() + kl[:, None]) + slope.abs()[:, None]
-        terms = logp.exp() * (inner + bonus * (logp.abs() + entropy[:, None]))
+        size = z.abs().amax(1, keepdim=True) / 16
+        inner = price * ((logp - ref).abs() + kl[:, None] + size) + slope.abs()[:, None]
+        terms = logp.exp() * (inner + bonus * (logp.abs() + entropy[:, None] + size))
         terms.scatter_add_(1, x.tokens[:, None], slope.abs()[:, None])
     return g.abs(), terms
 
