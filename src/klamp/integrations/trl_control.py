@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import TrainerState
 from trl.trainer.rloo_trainer import RLOOTrainer
 
-from klamp.clamp import Clamped, Gap, GapState, Scaler, lora_scaler, weights_scaler
+from klamp.clamp import Clamped, Gauge, GaugeState, Scaler, lora_scaler, weights_scaler
 from klamp.clamp import clamp as clamp_kl
 from klamp.controllers import Controller, Hold, State
 from klamp.errors import ConfigError, KlampError, require_number
@@ -31,11 +31,7 @@ SAVED = "klamp.KLControl"
 """
 
 LIMIT = 1.1
-"""The clamp's limit in targets, unless given: half of the band's upper side is left to the noise of the next batch."""
-
-NEAR = 0.75
-"""Pairs of own and fresh KL count from this share of the limit on. On the way up a step's own part is most of KL, so
-the ratio is far below what it is at the limit, and the clamp would let KL through there."""
+"""The clamp's limit in targets, unless given: half of the band's upper side is left to the noise of one batch."""
 
 MOVED = 1e-4
 """Until KL has passed this share of the target the policy still is the reference, and a price has nothing to act on."""
@@ -91,7 +87,7 @@ class KLControl(TrainerCallback):
         self.feed_forward = feed_forward
         bounds = getattr(controller, "bounds", None)
         self.monitor = monitor or Monitor(self.target, self.per if self.target else None, bounds=bounds)
-        self.gap = Gap()
+        self.gauge = Gauge()
         self.recorder = Recorder(trainer)
         self._start()
 
@@ -108,8 +104,8 @@ class KLControl(TrainerCallback):
     def _start(self) -> None:
         """The state before the first step."""
         self.state: State = self.controller.init()
-        self.gap_state = GapState()
-        self.own_kl = math.nan
+        self.gauge_state: GaugeState = self.gauge.init()
+        self.last: Clamped | None = None
         self.moved = self.settled = False
 
     # The Trainer's events
@@ -126,18 +122,20 @@ class KLControl(TrainerCallback):
         self._set_price()
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Where this step's entries in TRL's metrics begin, and whether its tokens are new to the policy."""
-        trainer = self.trainer
-        self._logged = len(trainer._metrics["train"].get("kl", ()))
-        per_batch, often = trainer.args.steps_per_generation, trainer.num_iterations
-        self._fresh = trainer._buffered_inputs is None or trainer._step % (per_batch * often) < per_batch
+        """Where this step's entries in TRL's metrics begin."""
+        self._logged = len(self.trainer._metrics["train"].get("kl", ()))
         self.recorder.batches = []
+
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """How this step's tokens read KL before their update; they read it after with the same error."""
+        if self._own is not None:
+            self.gauge_state = self.gauge.update(self.gauge_state, self._own.on(self.recorder.batches)(), self.last)
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Observe, clamp, steer, publish, save: after the optimiser's step, before TRL logs and writes a checkpoint."""
         batches = self.recorder.batches
         kl, step = self._observe(batches)
-        clamped = self._clamp(batches, kl)
+        clamped = self._clamp()
         self._publish(state.global_step, kl, clamped)
         self._steer(kl, step, clamped)
         self._set_price()
@@ -169,15 +167,15 @@ class KLControl(TrainerCallback):
         total = math.fsum(kl * n for kl, n in zip(logged, tokens, strict=True))
         return total / max(step.tokens if self.per == "token" else step.rows, 1.0), step
 
-    def _clamp(self, batches: Sequence[Inputs], kl: float | None) -> Clamped | None:
+    def _clamp(self) -> Clamped | None:
         """Measure on the step's own tokens and scale until KL is under the limit that keeps fresh KL under its own."""
         if self._own is None or self._scaler is None:
             return None
-        if kl is not None and self._fresh and self.own_kl > NEAR * self.limit:
-            self.gap_state = self.gap.update(self.gap_state, kl, self.own_kl)
-        result = clamp_kl(self._own.on(batches), self._scaler, self.gap.limit(self.gap_state, self.limit))
+        own = self._own()
+        self._own_limit = self.gauge.limit(self.gauge_state, self.limit, own)
+        result = clamp_kl(self._own, self._scaler, self._own_limit, kl=own)
         self._own.on(())
-        self.own_kl = result.kl_after
+        self.last = result if math.isfinite(result.kl_before + result.kl_after) else None
         return result
 
     def _steer(self, kl: float | None, step: Step, clamped: Clamped | None) -> None:
@@ -225,7 +223,7 @@ class KLControl(TrainerCallback):
         if self.target is not None:
             figures["target"] = self.target
         if clamped is not None:
-            figures |= {"effort": clamped.effort, "own_kl": clamped.kl_after, "gap": self.gap_state.ratio}
+            figures |= {"effort": clamped.effort, "own_kl": clamped.kl_after, "own_limit": self._own_limit}
         if kl is not None:
             alarms = self._alarms(at, kl, clamped)
             figures |= {"kl": kl, "alarms": float(len(alarms))} | {f"alarm/{a.kind}": 1.0 for a in alarms}
@@ -259,8 +257,8 @@ class KLControl(TrainerCallback):
             "per": self.per,
             "controller": self.state.to_dict(),
             "monitor": self.monitor.state_dict(),
-            "gap": asdict(self.gap_state),
-            "own_kl": self.own_kl if math.isfinite(self.own_kl) else None,
+            "gauge": asdict(self.gauge_state),
+            "last": None if self.last is None else asdict(self.last),
             "moved": self.moved,
             "settled": self.settled,
         }
@@ -280,8 +278,8 @@ class KLControl(TrainerCallback):
             )
         self.state = state
         self.monitor.load_state_dict(saved["monitor"])
-        self.gap_state = GapState(**saved["gap"])
-        self.own_kl = math.nan if saved["own_kl"] is None else float(saved["own_kl"])
+        self.gauge_state = GaugeState(**saved["gauge"])
+        self.last = None if saved["last"] is None else Clamped(**saved["last"])
         self.moved, self.settled = bool(saved["moved"]), bool(saved["settled"])
 
 
