@@ -73,3 +73,14 @@ def checks(found: Verdict) -> Any:
         mark = "?" if check.holds is None else "✓" if check.holds else "✗"
         table.add_row(mark, check.what, check.found)
     return table
+
+
+def markdown(found: Verdict) -> str:
+    """Table, checks and sentence for a README or an issue."""
+    lines = [f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"]
+    for row in found.figures:
+        label = f"{row.arm} ({found.oracle})" if row.arm == "oracle" else row.arm
+        lines.append(f"| {' | '.join((label, *cells(row, found.arms[row.arm])[1:]))} |")
+    marks = {True: "✓", False: "✗", None: "?"}
+    lines += ["", *(f"- {marks[c.holds]} {c.what}: {c.found}" for c in found.checks), "", found.sentence, ""]
+    return "\n".join(lines)

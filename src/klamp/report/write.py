@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from klamp.errors import ConfigError
-from klamp.experiments import compare, records, sweep, verdict
+from klamp.experiments import compare, records, sweep, tables, verdict
 from klamp.experiments.arms import ORACLE
 from klamp.experiments.arms import arm as named_arm
 from klamp.experiments.arms import parse as parse_arms
@@ -55,6 +55,7 @@ def write_comparison(found: compare.Comparison, said: verdict.Verdict, out: Path
         "checks": [{"what": c.what, "found": c.found, "holds": c.holds} for c in said.checks],
     }
     atomic_text(found.folder / "results.json", json.dumps(results, indent=1) + "\n")
+    atomic_text(found.folder / "results.md", tables.markdown(said))
     return _write(view, out or found.folder / "report.html")
 
 
