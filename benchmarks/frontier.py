@@ -10,7 +10,8 @@ placements and objectives until it rests, measures its exact KL and reward, and 
 
 A loss of 0 % is the optimum. Rows that give the true gradient of the sequence's KL reach it; those that differentiate
 the KL token by token never see what a token does to the KL still to come; k3 in the loss descends the other direction;
-k3 in the reward pulls nowhere near the reference. The last two are refused by klamp and are here for comparison.
+k3 in the reward pulls nowhere near the reference: its KL runs away, and where it has run all the way to one sequence
+nothing is left to lose at that KL. The last two are refused by klamp and are here for comparison.
 """
 
 from __future__ import annotations
