@@ -6,11 +6,11 @@ summed in float32, and a result is rounded to the dtype. So with Z the largest l
 * log-probs, KL and entropy move by at most 4 u Z through the logits (twice that of one, for two models), beside float32
   arithmetic: FLOAT32 relative and absolute;
 * where the logits are exact by construction (one-hot states pick columns of the head), float32 arithmetic alone counts;
-* the gradient of a logit is a sum of terms, ``p (u_kl (|d| + kl) + |u_logp| + |u_H| (|log p| + H)) + [j = a] |u_logp|``;
-  of these float32 gets all but FLOAT32 · T right, T their magnitudes added up, however they cancel (d and log p come from
-  logits of size Z and have 50 ulps of these to lose: Z/16 more); and their sum G is rounded to the dtype, as is the
-  result. So gradients of the hidden states are good to ``(4 u |G| + FLOAT32 · T) |W|`` and those of the head to
-  ``(4 u |G| + FLOAT32 · T)ᵀ |h|``.
+* the gradient of a logit is a sum of ``p u_kl d``, ``p u_kl kl``, ``p u_logp``, ``p u_H log p``, ``p u_H H`` and
+  ``[j = a] u_logp``. Float32 gets it right up to FLOAT32 · T, T these terms' magnitudes added up, however they cancel;
+  d and log p, being differences of logits of size Z, count Z/16 more each (50 ulps of Z). The sum G is rounded to the
+  dtype, as is the result. So gradients of the hidden states are good to ``(4 u |G| + FLOAT32 · T) |W|`` and those of
+  the head to ``(4 u |G| + FLOAT32 · T)ᵀ |h|``.
 """
 
 from __future__ import annotations
