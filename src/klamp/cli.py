@@ -86,8 +86,9 @@ def measure(
 ) -> None:
     """Say how far one model is from another, and on which tokens.
 
-    Exact KL in both directions over prompts, with intervals, a noise floor and a map of tokens. Models are folders, Hub ids, built-in names or folders of LoRA adapters. An interrupted measurement goes on where
-    it stopped; under torchrun several processes share it.
+    Exact KL in both directions over prompts, with intervals, a noise floor and a map of tokens. Models are folders, Hub
+    ids, built-in names or folders of LoRA adapters. An interrupted measurement goes on where it stopped; under torchrun
+    several processes share it.
 
     Args:
         policy: The model whose drift is measured; completions are sampled from it.
