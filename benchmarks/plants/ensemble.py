@@ -1,6 +1,6 @@
 """The simulated ensemble: 400 random first-order plants, all stepped at once.
 
-State ``d = sqrt(KL)``, target T, gain g (drifts over the run, steps by 1.5 at step 900), price ``b`` of ``delay`` steps ago.
+State ``d = sqrt(KL)``, target T, gain g (drifts over the run, steps by 1.5 at step 900), price b of some steps ago.
 Half the plants lag:  ``d <- d + (min(sqrt(T) (g b* / b)^(p/2), 6 sqrt(T)) - d) / tau``.
 Half flow:            ``d <- d + clip((g sqrt(T) - (b / b*) d) / tau, +-0.15 sqrt(T))``.
 Observed: ``d^2 exp(nu N - nu^2/2) + sqrt(2 d^2 / 256 T / 6) N'``. In-band is counted on the true KL, ``d^2``.

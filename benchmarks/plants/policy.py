@@ -1,9 +1,9 @@
 """Policy-gradient plants: small softmax policies really trained with group-normalised advantages, Adam and a KL loss.
 
 R runs are trained side by side. A run: 8 prompts, vocabulary 8, 8 tokens, 16 samples a prompt; the policy is a Markov
-chain per prompt, ``logits = ref + features B`` with 8 fixed random features and B trained from 0, as lora_B is. Shapes:
-C = 72 contexts (prompt, previous token or start), V = 8, N = 128 sequences, T = 8 tokens. ``ramp`` sets the learning rate: that many
-unpenalised steps carry sqrt(KL) to sqrt(target).
+chain per prompt, ``logits = ref + features B`` with 8 fixed random features and B trained from 0, as lora_B is.
+Shapes: C = 72 contexts (prompt, previous token or start), V = 8, N = 128 sequences, T = 8 tokens. ``ramp`` sets the
+learning rate: that many unpenalised steps carry sqrt(KL) to sqrt(target).
 """
 
 from __future__ import annotations
@@ -114,9 +114,10 @@ class Training:
         self.rng = np.random.default_rng([runs.seed, 7])
         self.b = np.zeros((len(runs), RANK, V))
         self.m, self.v = np.zeros_like(self.b), np.zeros_like(self.b)
-        self._tables()
+        self.refresh()
 
-    def _tables(self) -> None:
+    def refresh(self) -> None:
+        """Recompute the tables from the weights."""
         self.logp = self.table(slice(None), self.b)
         self.p = np.exp(self.logp)
         self.kl_table = (self.p * (self.logp - self.runs.ref)).sum(-1)
@@ -179,13 +180,15 @@ class Training:
         self.visits = np.bincount(context.ravel(), minlength=len(self.runs) * CONTEXTS).reshape(-1, CONTEXTS)
         self.reading = np.exp(self.runs.noise * self._noise("standard_normal"))
         measured = (self.visits * self.kl_table).sum(-1) / (N * T) * self.reading
-        self._adam((self._kl_gradient(context, token) * beta[:, None, None] - self._score(context, token, advantage)))
+        self._adam(self._kl_gradient(context, token) * beta[:, None, None] - self._score(context, token, advantage))
         return measured, reward.mean(-1)
 
     def own_kl(self, j: int, b: Array) -> float:
         """KL of run j with these weights on the tokens of the last step, under the same measurement noise."""
         logp = self.table(j, b)
-        return float((self.visits[j] * (np.exp(logp) * (logp - self.runs.ref[j])).sum(-1)).sum() / (N * T) * self.reading[j])
+        return float(
+            (self.visits[j] * (np.exp(logp) * (logp - self.runs.ref[j])).sum(-1)).sum() / (N * T) * self.reading[j]
+        )
 
     def _advantage(self, reward: Array) -> Array:
         grouped = reward.reshape(len(reward), PROMPTS, GROUP)
@@ -214,4 +217,4 @@ class Training:
         self.v += 0.001 * (g * g - self.v)
         unit = (self.m / (1 - 0.9**self.t)) / (np.sqrt(self.v / (1 - 0.999**self.t)) + 1e-8)
         self.b = self.b - (self.runs.lr * fall)[:, None, None] * unit
-        self._tables()
+        self.refresh()

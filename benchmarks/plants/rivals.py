@@ -1,7 +1,7 @@
 """The other laws, vectorised over plants: each is made with its gains and called with the observed KLs.
 
-Ziegler et al. 2019, the tutorial's exponential, PPO's doubling (2017), dual ascent, PID-Lagrangian (Stooke et al. 2020),
-a first log-PI, and a constant. ``scale`` converts a law with absolute errors to another unit of KL.
+Ziegler et al. 2019, the tutorial's exponential, PPO's doubling (2017), dual ascent, PID-Lagrangian (Stooke et al.
+2020), a first log-PI, and a constant.
 """
 
 from __future__ import annotations
