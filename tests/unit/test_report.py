@@ -171,4 +171,9 @@ def test_a_run_with_nothing_but_nan_still_makes_a_page(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     (folder / "metrics.jsonl").write_text('{"step": 1, "kl/steered": "nan", "reward/mean": "inf", "kl/beta": 0.1}\n')
     assert "report" in write_runs([folder]).read_text()
+    for more in ("", ', "kl/target": 0.05'):
+        (folder / "metrics.jsonl").write_text(
+            f'{{"step": 1, "kl/steered": 0.0, "reward/mean": 0, "kl/beta": 0{more}}}\n'
+        )
+        assert "report" in write_runs([folder]).read_text()
     assert figures("x", [], 0.05).seeds == 0

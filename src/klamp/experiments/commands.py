@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
+from klamp.errors import ConfigError
 from klamp.experiments.arms import ARMS
 from klamp.masked import Unit
 
@@ -85,6 +87,7 @@ def compare(
         dtype=dtype,
         device=device,
     )
+    _need_report()
     found = comparing.run(config, out, at_once=jobs)
     said = verdict.judge(found)
     page = write_comparison(found, said)
@@ -138,6 +141,7 @@ def sweep(
         steps=steps,
         heldout=heldout,
     )
+    _need_report()
     found = sweeping.run(plan, out, engine=engine, at_once=jobs)
     page = write_sweep(found)
     console = tables.console()
@@ -157,3 +161,10 @@ def report(runs: tuple[Path, ...], /, *, out: Path | None = None) -> None:
     from klamp.report import write_runs
 
     tables.console().print(f"report: {write_runs(runs, out)}")
+
+
+def _need_report() -> None:
+    """Say that the report could not be written before the runs, not after."""
+    for name in ("plotly", "matplotlib"):
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"the report needs {name}. pip install 'klamp[report]'.")

@@ -66,8 +66,10 @@ def _line(axes: Any, arm: Arm, curve: dict[str, list[float | None]], arms: int) 
 
 
 def _band(axes: Any, target: float | None, highest: float) -> None:
-    axes.set_yscale("log")
     if target:
         axes.axhspan(0.8 * target, 1.2 * target, color="#5a6675", alpha=0.18, linewidth=0)
         axes.axhline(target, color="#5a6675", linewidth=0.9, linestyle=":")
         axes.set_ylim(target / 12, max(highest, 1.3 * target) * 1.15)
+    elif highest <= 0:
+        return
+    axes.set_yscale("log", nonpositive="mask")

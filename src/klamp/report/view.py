@@ -146,7 +146,10 @@ def curve(runs: Sequence[Series]) -> dict[str, list[float | None]]:
 
 
 def smooth(series: Series, width: int = SMOOTH) -> Series:
-    """Means over the last ``width`` steps."""
+    """Means over the last ``width`` steps; a series so long that it has to be thinned is smooth enough by that."""
+    thin = series.thinned()
+    if thin is not series:
+        return thin
     made = Series()
     for i, step in enumerate(series.steps):
         recent = [v for v in series.values[max(0, i + 1 - width) : i + 1] if math.isfinite(v)]
