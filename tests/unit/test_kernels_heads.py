@@ -132,6 +132,11 @@ def test_a_bad_choice_is_refused_with_the_nearest() -> None:
 
 
 def test_eager_can_be_forced_and_the_choice_is_made_once() -> None:
-    code = "import os, klamp.kernels as k; a = k.backend('cuda'); os.environ['KLAMP_KERNELS'] = 'x'; print(a, k.backend('cuda'))"
+    code = """
+import os, klamp.kernels as k
+first = k.backend('cuda')
+os.environ['KLAMP_KERNELS'] = 'x'
+print(first, k.backend('cuda'))
+"""
     done = run(code, KLAMP_KERNELS="eager")
     assert done.stdout.split() == ["eager", "eager"], done.stderr
