@@ -6,7 +6,7 @@
 
 Hold is the class that klamp ships, with one set of defaults. Rivals stand with their usual gains and with gains tuned
 on plants of seed 11 (ensemble, 160 plants) and seed 1 (policy gradient, 20 runs at each of three learning rates, from
-the feed-forward): a grid of 9 to 13 values each, PID 150 random draws of its four gains. On
+the feed-forward): a grid of 9 to 13 values each, PID 150 and 40 random draws of its four gains. On
 policy-gradient plants rivals see KL in units of the target, which favours the laws with an absolute error.
 """
 
@@ -33,9 +33,8 @@ Make = Callable[[float, Array], rivals.Rival]
 
 # Gains tuned on the ensemble, and on policy-gradient plants.
 ZIEGLER, EXPONENTIAL, DOUBLING = (0.073, 0.028), (0.0047, 0.0103), (1.023, 1.0057)
-# Dual ascent and PID keep their ensemble gains on policy-gradient plants, rescaled from a target of 6 to one of 1.
-DUAL = (0.0018, 0.0108)
-PID = ((0.0542, 0.003, 1.1701, 0.039), (0.325, 0.018, 7.02, 0.039))
+DUAL = (0.0018, 0.00316)
+PID = ((0.0542, 0.003, 1.1701, 0.039), (0.1701, 0.01368, 1.9707, 0.7586))
 
 
 def tuned(family: int) -> dict[str, Make]:
