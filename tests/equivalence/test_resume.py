@@ -16,7 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+import torch
 
 from klamp.train.config import RewardConfig, TrainConfig
 from klamp.train.loop import Trainer
@@ -113,6 +115,23 @@ def test_a_moving_reference_is_where_it_was(settings: Any, reference: str, full:
     assert_same(left_by(straight.run), left_by(broken.run))
 
 
+def draws(prompts: list[str], completions: list[str]) -> list[float]:
+    """A reward that asks every generator there is."""
+    return [random.random() + numpy.random.rand() + torch.rand(()).item() for _ in completions]  # noqa: NPY002
+
+
+def test_a_reward_that_draws_goes_on_drawing(settings: Any) -> None:
+    straight, broken = settings("grpo", False, "straight"), settings("grpo", False, "broken")
+    Trainer(straight, rewards=[draws], quiet=True).run()
+    random.seed(99)  # what another process would have
+    numpy.random.seed(99)  # noqa: NPY002
+    torch.manual_seed(99)
+    with pytest.raises(Interrupted):
+        Trainer(broken, rewards=[draws], quiet=True, watch=interrupt_at(4)).run()
+    Trainer(resumed(broken), rewards=[draws], quiet=True).run()
+    assert_same(left_by(straight.run), left_by(broken.run))
+
+
 def test_interrupted_before_its_first_checkpoint_a_run_begins_again(settings: Any) -> None:
     straight, broken = settings("grpo", False, "straight"), settings("grpo", False, "broken")
     Trainer(straight, quiet=True).run()
@@ -186,7 +205,5 @@ def test_a_signal_saves_and_leaves_with_the_usual_code(settings: Any, tmp_path: 
 
 
 if __name__ == "__main__":
-    import torch
-
     torch.set_num_threads(1)
     Trainer(from_yaml(TrainConfig, sys.argv[1]), quiet=True).run()

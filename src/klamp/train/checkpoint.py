@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -26,6 +27,7 @@ from klamp.errors import ConfigError, KlampError
 from klamp.references import CheckpointStep, StepLag, parse
 from klamp.train.anchors import ReferencePolicyError, saved_steps
 from klamp.train.config import TrainConfig
+from klamp.train.data import mix
 from klamp.train.learner import Learner
 from klamp.train.policy import ADAPTER
 from klamp.train.runs import sync_folder
@@ -276,10 +278,19 @@ def _full_weights(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
+def seed_everything(seed: int, process: int) -> None:
+    """The same start for torch in every process, and one of its own in each for what rewards may draw from."""
+    torch.manual_seed(mix(seed, 1))
+    random.seed(mix(seed, 1, process))
+    numpy.random.seed(mix(seed, 1, process) % 2**32)  # noqa: NPY002 (the generator that others' rewards draw from)
+
+
 def _random_state() -> dict[str, Any]:
     state: dict[str, Any] = {"torch": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()}
     version, numbers, gauss = random.getstate()
     state["python"] = [version, list(numbers), gauss]
+    kind, keys, *rest = numpy.random.get_state(legacy=True)  # noqa: NPY002
+    state["numpy"] = [kind, [int(k) for k in keys], *rest]
     if torch.cuda.is_available():
         state["cuda"] = base64.b64encode(torch.cuda.get_rng_state().numpy().tobytes()).decode()
     return state
@@ -297,5 +308,6 @@ def _set_random(states: list[dict[str, Any]], accelerator: Any) -> None:
     torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state["torch"])), dtype=torch.uint8))
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
+    numpy.random.set_state(tuple(state["numpy"]))  # noqa: NPY002
     if torch.cuda.is_available() and "cuda" in state:
         torch.cuda.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state["cuda"])), dtype=torch.uint8))

@@ -59,7 +59,7 @@ class Trainer:
         self.scorer = Scorer(config.reward, rewards)
         self.accelerator = _accelerator(config)
         _check_processes(config, self.accelerator.num_processes)
-        torch.manual_seed(data.mix(config.seed, 1))
+        checkpoint.seed_everything(config.seed, self.accelerator.process_index)
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
         self.tokenizer = models.load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
