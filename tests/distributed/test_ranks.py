@@ -176,7 +176,7 @@ def test_a_run_of_two_is_resumed_by_two(both: Any, make_config: Any) -> None:
 def test_a_signal_to_one_rank_stops_both_with_a_checkpoint(make_config: Any, tmp_path: Path) -> None:
     config = replace(make_config(run=str(tmp_path / "run")), steps=3000, save_every=2900)
     (tmp_path / "run.yaml").write_text(to_yaml(config))
-    process = launch("--signal", str(tmp_path))
+    process = launch("until-told", str(tmp_path))
     metrics, pid = tmp_path / "run" / "metrics.jsonl", tmp_path / "pid-1"
     while process.poll() is None and not (metrics.is_file() and pid.is_file()):
         time.sleep(0.05)
@@ -188,7 +188,7 @@ def test_a_signal_to_one_rank_stops_both_with_a_checkpoint(make_config: Any, tmp
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--signal":
+    if sys.argv[1] == "until-told":
         torch.set_num_threads(1)
         place = Path(sys.argv[2])
         (place / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
