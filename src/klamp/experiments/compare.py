@@ -126,7 +126,8 @@ def run(config: CompareConfig, out: str | Path, *, at_once: int = 0) -> Comparis
     with folder.claimed("compare", asdict(config), may_grow=MAY_GROW):
         _check_runs(config, chosen, folder)
         _reference(config, chosen[0], folder)
-        _train(config, folder, [(arm, seed) for seed in range(config.seeds) for arm in chosen], at_once)
+        # The clamp's arm takes longest and comes last in the list: begun first, it does not run on alone at the end.
+        _train(config, folder, [(arm, seed) for seed in range(config.seeds) for arm in reversed(chosen)], at_once)
         if config.oracle:
             coarse = _coarse(config, folder)
             _train(config, folder, [(arm, 0) for arm in coarse], at_once)

@@ -42,8 +42,10 @@ class Job:
     reference: str
     """Path of the experiment's reference.json."""
     heldout: str | None = None
-    texts: int = 64
-    """Held-out texts, and samples of the reference, that perplexity is taken over."""
+    texts: int = 128
+    """Held-out texts that perplexity is taken over; 128 of tiny's 2,000 come within 7 % of all of them, 64 do not."""
+    samples: int = 32
+    """Samples of the reference that the other perplexity is taken over."""
     every: int = 5
     """Steps between perplexities."""
 
@@ -84,7 +86,7 @@ def make_reference(job: Job) -> None:
     prompts = data.load(config.prompts, config.model).texts
     encoded = models.encode_prompts(tokenizer, prompts, chat=config.rollout.chat)
     sampler = Sampler(policy, tokenizer, config.rollout, context_of(model))
-    drawn = _sample(sampler, encoded, prompts, _spread(len(prompts), job.texts), seed=3)
+    drawn = _sample(sampler, encoded, prompts, _spread(len(prompts), job.samples), seed=3)
     probes = _sample(sampler, encoded, prompts, _spread(len(prompts), PROBES), seed=4)
     samples, texts = _texts(drawn), heldout(config.model, tokenizer, job.heldout, job.texts)
     found = {

@@ -81,11 +81,11 @@ def look(name: str, index: int, total: int) -> Look:
 
 
 def _scale(x: float, dash: str) -> Look:
-    """Cividis in four stops: a sequence that colour-blind readers see in order."""
-    stops = [(0, 34, 78), (87, 93, 109), (165, 156, 116), (253, 231, 55)]
-    i = min(int(x * 3), 2)
-    mixed = [round(a + (b - a) * (3 * x - i)) for a, b in zip(stops[i], stops[i + 1], strict=True)]
-    light = [round(c * 0.85) for c in mixed]
+    """Viridis without its palest end: a sequence that colour-blind readers see in order."""
+    stops = [(68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (200, 210, 40)]
+    i = min(int(x * 4), 3)
+    mixed = [round(a + (b - a) * (4 * x - i)) for a, b in zip(stops[i], stops[i + 1], strict=True)]
+    light = [round(c * 0.88) for c in mixed]
     dark = [round(c + (255 - c) * 0.3) for c in mixed]
     on_light, on_dark = ("#" + "".join(f"{c:02X}" for c in side) for side in (light, dark))
     return Look(on_light, on_dark, dash)
