@@ -339,10 +339,10 @@ class Gauge:
     def limit(self, state: GaugeState, limit: float, own: float) -> float:
         """The limit for own tokens that read ``own`` after the update.
 
-        It keeps 3 % back for the noise of the level, and 15 % / sqrt(n) more while that rests on n readings.
+        It keeps 6 % back for the noise of the level, and 15 % / sqrt(n) more while that rests on n readings.
         """
         _check_limit(limit)
-        back = math.exp(-0.03 - 0.15 / math.sqrt(state.pairs + 1))
+        back = math.exp(-0.06 - 0.15 / math.sqrt(state.pairs + 1))
         if not _positive(own):
             return limit * back
         return limit * back * min(max(own / self._expected(state, own), 0.5), 3.0)

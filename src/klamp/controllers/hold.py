@@ -71,6 +71,9 @@ SPEED_RATE = 0.25  # the climb is averaged over about four steps
 # With a clamp beside it.
 LEAN = 0.1  # a price 10 % under beta* rests KL lightly on the clamp, which cuts the upper half of its wander
 LEAN_IDLE, IDLE = 0.03, 15  # and 3 % lower a step while KL is low and the clamp is idle, 15 steps at most
+GIVE, MOST_GIVE = 6.0, 0.2  # with a clamp there is no hurry: beta rises by 6 times its effort, 20 % a step at most.
+# Unchecked, one touch of the clamp tripled the price of a plant whose pace was misjudged, and KL left the band below
+ARRIVED = 0.85  # x at which a price that was only guessed has brought KL home: see _arrive
 UNCLAMPED = 1.15  # x that a clamp would not have let pass: there is none any more
 
 
@@ -104,6 +107,8 @@ class HoldState(State):
     """1 while there is a clamp to lean on."""
     idle: int = 0
     """Readings since it last had to act."""
+    arrived: int = 0
+    """1 once the price is more than a guess: told at the start, or it has brought KL to the clamp."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +156,7 @@ class Hold:
             best=math.log(beta),
             doubt=(xx, xb, xr, doubt, br, rr),
             lean=float(self.clamped),
+            arrived=int(doubt < UNKNOWN_PRICE),
         )
 
     def _tokens(self, length: float | None) -> float:
@@ -179,12 +185,18 @@ class Hold:
             return replace(state, updates=state.updates + 1)  # the policy is still the reference
         after = _filter(state, 0.5 * math.log(clip(ratio, LEAST, HUGE)))
         low, high = max(self.bounds[0], SMALLEST), min(self.bounds[1], LARGEST)
+        now, lean = math.log(state.beta), _lean(after, effort)
+        if lean and not state.arrived and after.x >= ARRIVED:
+            after = _arrive(after, now)
+        wanted = now if after.arrived != state.arrived else _price(state, after)
+        if lean:
+            wanted = min(wanted, now + min(GIVE * effort, MOST_GIVE))
         return replace(
             after,
-            beta=clip(math.exp(_price(state, after)), low, high),
+            beta=clip(math.exp(wanted), low, high),
             best=clip(after.best, math.log(low), math.log(high)),  # no wind-up beyond a price that can be charged
             undone=effort,
-            lean=_lean(after, effort),
+            lean=lean,
             idle=0 if effort > 0 else after.idle + 1,
         )
 
@@ -269,6 +281,19 @@ def _price(before: HoldState, state: HoldState) -> float:
     fall = CLIMB_FALL if x < 1 and state.speed * CLIMB > 1 - x else FALL
     now = math.log(before.beta)
     return clip(wanted, now - fall, now + RISE)
+
+
+def _arrive(state: HoldState, log_beta: float) -> HoldState:
+    """Believe the price that brought KL home, and forget what was learned of the plant on the way.
+
+    Far above ``beta*`` KL rests on a floor that the noise of the updates makes, not at ``beta* / beta``. The filter
+    takes the missing fall for a slow plant, and arrives sure of a wrong pace and a wrong ``beta*``.
+    """
+    xx, *_, rr = state.doubt
+    doubt = (xx, 0.0, 0.0, TOLD_PRICE, 0.0, max(rr, 1.0))  # sd 1 of log rate: a pace known to a factor of 2.7
+    return replace(
+        state, arrived=1, best=log_beta + 0.1, doubt=doubt
+    )  # 0.1: beta was still falling; LEAN takes it back
 
 
 def _lean(state: HoldState, effort: float) -> float:
