@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ def test_the_price_is_the_controllers_answer_to_trls_own_kl(trainer: Make, clamp
     assert kls[0] == 0.0
     assert kls[-1] > 0
     assert (max(efforts, default=0.0) > 0) is clamp
-    assert [*logged(t, "klamp/beta"), t.beta] == pytest.approx(replayed(t, HOLD), rel=1e-12)
+    assert [*logged(t, "klamp/beta"), t.beta] == pytest.approx(replayed(t, replace(HOLD, clamped=clamp)), rel=1e-12)
 
 
 def test_the_first_price_comes_from_the_first_batch(trainer: Make) -> None:
@@ -100,8 +101,8 @@ def test_the_clamp_holds_kl_on_the_steps_own_tokens(trainer: Make, exact: bool, 
 
 
 def test_a_clamp_with_nothing_to_do_changes_no_bit(trainer: Make) -> None:
-    free, _ = controlled(trainer(max_steps=4), clamp=False)
-    watched, _ = controlled(trainer(max_steps=4), clamp=True, limit=1e6)
+    free, _ = controlled(trainer(max_steps=4), replace(HOLD, clamped=True), clamp=False)
+    watched, _ = controlled(trainer(max_steps=4), HOLD, clamp=True, limit=1e6)
     assert torch.equal(weights(free), weights(watched))
     assert set(logged(watched, "klamp/effort")) == {0.0}
 

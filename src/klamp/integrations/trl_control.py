@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple, cast
 
 from transformers import TrainerCallback
@@ -88,6 +88,8 @@ class KLControl(TrainerCallback):
         self.clamp = checks.lora_on_base(trainer) if clamp is None else clamp
         if self.clamp:
             checks.check_clamp(trainer)
+            if isinstance(controller, Hold):
+                self.controller = replace(controller, clamped=True)
         self.limit = self._limit(limit)
         self.feed_forward = feed_forward
         bounds = getattr(controller, "bounds", None)
