@@ -74,6 +74,7 @@ LEAN_IDLE, IDLE = 0.03, 15  # and 3 % lower a step while KL is low and the clamp
 GIVE, MOST_GIVE = 6.0, 0.2  # with a clamp there is no hurry: beta rises by 6 times its effort, 20 % a step at most.
 # Unchecked, one touch of the clamp tripled the price of a plant whose pace was misjudged, and KL left the band below
 ARRIVED = 0.85  # x at which a price that was only guessed has brought KL home: see _arrive
+SURE = 0.5  # variance of log beta* below which the filter thinks it knows it
 UNCLAMPED = 1.15  # x that a clamp would not have let pass: there is none any more
 
 
@@ -188,7 +189,7 @@ class Hold:
         now, lean = math.log(state.beta), _lean(after, effort)
         if lean and not state.arrived and after.x >= ARRIVED:
             after = _arrive(after, now)
-        wanted = now if after.arrived != state.arrived else _price(state, after)
+        wanted = _price(state, after)
         if lean:
             wanted = min(wanted, now + min(GIVE * effort, MOST_GIVE))
         return replace(
@@ -289,7 +290,9 @@ def _arrive(state: HoldState, log_beta: float) -> HoldState:
     Far above ``beta*`` KL rests on a floor that the noise of the updates makes, not at ``beta* / beta``. The filter
     takes the missing fall for a slow plant, and arrives sure of a wrong pace and a wrong ``beta*``.
     """
-    xx, *_, rr = state.doubt
+    xx, _, _, bb, _, rr = state.doubt
+    if bb > SURE:  # nothing was learned on the way, as from a price far too low, under which KL climbs as it likes
+        return replace(state, arrived=1)
     doubt = (xx, 0.0, 0.0, TOLD_PRICE, 0.0, max(rr, 1.0))  # sd 1 of log rate: a pace known to a factor of 2.7
     return replace(
         state, arrived=1, best=log_beta + 0.1, doubt=doubt
