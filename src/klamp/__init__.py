@@ -15,6 +15,7 @@ from klamp.audit import Finding, audit_function, audit_matrix
 from klamp.clamp import (
     Clamped,
     Gap,
+    Gauge,
     lora_scaler,
     scale_for,
     snapshot,
@@ -91,6 +92,7 @@ __all__ = [
     "Finding",
     "Fixed",
     "Gap",
+    "Gauge",
     "Hold",
     "HoldState",
     "KlampError",
