@@ -306,15 +306,16 @@ class Gauge:
 
     A batch reads KL with an error of 5 to 15 %, but it reads the weights before and after its update with the same
     error. So the change is known ten times better than the level: the gauge adds up the changes and lets each fresh
-    reading correct the sum by a tenth.
+    reading correct the sum by a quarter.
 
         gauge_state = gauge.update(gauge_state, fresh_kl, last_clamped)     # at the start of a step
         own = measure()                                                     # after its update, on its own tokens
         last_clamped = clamp(measure, scale, gauge.limit(gauge_state, limit, own), kl=own)
     """
 
-    rate: float = 0.1
-    """Share of a fresh reading in the level, once ten are there."""
+    rate: float = 0.25
+    """Share of a fresh reading in the level, once four are there. The changes add up with a small error of one sign:
+    an update lowers or raises KL most on its own tokens."""
     learn: float = 0.1
     """How fast the share of growth is learned, where a step grew by much; from small growths nothing is."""
 
@@ -339,10 +340,10 @@ class Gauge:
     def limit(self, state: GaugeState, limit: float, own: float) -> float:
         """The limit for own tokens that read ``own`` after the update.
 
-        It keeps 6 % back for the noise of the level, and 15 % / sqrt(n) more while that rests on n readings.
+        It keeps 9 % back for the noise of the level, and 15 % / sqrt(n) more while that rests on n readings.
         """
         _check_limit(limit)
-        back = math.exp(-0.06 - 0.15 / math.sqrt(state.pairs + 1))
+        back = math.exp(-0.09 - 0.15 / math.sqrt(state.pairs + 1))
         if not _positive(own):
             return limit * back
         return limit * back * min(max(own / self._expected(state, own), 0.5), 3.0)

@@ -71,6 +71,7 @@ SPEED_RATE = 0.25  # the climb is averaged over about four steps
 # With a clamp beside it.
 LEAN = 0.1  # a price 10 % under beta* rests KL lightly on the clamp, which cuts the upper half of its wander
 LEAN_IDLE, IDLE = 0.03, 15  # and 3 % lower a step while KL is low and the clamp is idle, 15 steps at most
+LOW = 0.95  # x below which KL counts as low: a tenth of KL under the target. A clamped KL rests just under the target
 GIVE, MOST_GIVE = 6.0, 0.2  # with a clamp there is no hurry: beta rises by 6 times its effort, 20 % a step at most.
 # Unchecked, one touch of the clamp tripled the price of a plant whose pace was misjudged, and KL left the band below
 ARRIVED = 0.85  # x at which a price that was only guessed has brought KL home: see _arrive
@@ -277,7 +278,7 @@ def _price(before: HoldState, state: HoldState) -> float:
     drive = ((miss + math.sqrt(miss * miss + 4 * x)) / 2) ** 2
     sd = math.sqrt(state.doubt[3])
     boldest = 1 + (BOLDNESS - 1) * (push - 1) / (MOST - 1) * math.exp(BOLDER * sd)
-    low_kl = min(state.idle, IDLE) if state.x < 1 else 0
+    low_kl = min(state.idle, IDLE) if state.x < LOW else 0
     wanted = state.best - math.log(clip(drive, HARDEST, boldest)) - state.lean * (LEAN + LEAN_IDLE * low_kl)
     fall = CLIMB_FALL if x < 1 and state.speed * CLIMB > 1 - x else FALL
     now = math.log(before.beta)
