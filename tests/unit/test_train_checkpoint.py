@@ -45,6 +45,9 @@ def test_plain_transformers_and_peft_load_it(trainer: Any, words_model: str, ful
     assert AutoTokenizer.from_pretrained(folder).get_vocab() == made.tokenizer.get_vocab()
     # The file sampled from, too: merged weights differ from adapter and base by rounding only.
     torch.testing.assert_close(logits(made.sampler.model), logits(loaded), rtol=1e-4, atol=1e-4)
+    if not full:  # peft keeps them in a set: unsorted, another process would write the same adapter in other bytes
+        named = json.loads((folder / "adapter_config.json").read_text())["target_modules"]
+        assert named == sorted(named)
     kinds = {p.suffix for p in folder.rglob("*") if p.is_file()}
     assert kinds <= {".safetensors", ".json", ".md"}, "no pickle, nothing unknown"
 

@@ -79,6 +79,8 @@ def _write(folder: Path, step: int, learner: Learner, tokenizer: Any, randoms: l
     extra: dict[str, Any] = {"selected_adapters": [ADAPTER], "save_embedding_layers": False} if policy.lora else {}
     with models._quiet(True):  # no bar of transformers' own in the middle of the run's
         model.save_pretrained(folder, safe_serialization=True, **extra)
+    if policy.lora:
+        _in_order(folder / "adapter_config.json")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     if policy.value is not None:
@@ -100,6 +102,15 @@ def _write(folder: Path, step: int, learner: Learner, tokenizer: Any, randoms: l
         "processes": learner.accelerator.num_processes,
     }
     (folder / "trainer.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+
+
+def _in_order(config: Path) -> None:
+    """peft writes its sets in the order of this process's hashes; sorted, the same adapter has the same bytes."""
+    fields = json.loads(config.read_text(encoding="utf-8"))
+    for name in ("target_modules", "exclude_modules", "modules_to_save"):
+        if isinstance(fields.get(name), list):
+            fields[name] = sorted(fields[name])
+    config.write_text(json.dumps(fields, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def load(saved: Saved, learner: Learner) -> int:
