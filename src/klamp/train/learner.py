@@ -64,7 +64,10 @@ class Learner:
         self.steering = Steering(config.kl)
         spec = parse(config.kl.reference)
         self.reference: Reference = anchor(policy, self._forward, spec, run, on_cpu=config.kl.reference_on_cpu)
+        self.applied = 0
+        """Updates made by this process."""
         self.skipped = 0
+        """Updates left out over the whole run: nothing counted, or the gradient was not finite."""
         self.grad_norm = 0.0
 
     # -- one step ---------------------------------------------------------------------------------------------------
@@ -73,6 +76,7 @@ class Learner:
         """One step on sampled and rewarded sequences. ``stale`` says that their sampler was an older policy."""
         rollout = rollout.to(self.device)
         tally = Tally(self.reduce)
+        began, before = self.steering.state, self.applied
         anchors = self._anchors(rollout)
         look = self._look(rollout, anchors) if needs_look(self.config, stale) else None
         if self.config.algorithm.name == "ppo":
@@ -89,9 +93,15 @@ class Learner:
         self._tally_kl(rollout, prepared, seen, tally)
         sums = tally.totals()
         kl = sums.mean("kl") if sums.count("kl") else math.nan  # nothing counted is not a KL of 0
-        self.steering.fresh(kl)
-        clamped = self._clamp(origin, kl, lambda: self._measure(rollout, prepared, anchors))
-        return self._conclude(step, rollout, scored, sums, kl, clamped, seen.kl, prepared)
+        clamped = None
+        moved = self.applied > before
+        if moved:
+            self.steering.fresh(kl)
+            clamped = self._clamp(origin, kl, lambda: self._measure(rollout, prepared, anchors))
+        outcome = self._conclude(step, rollout, scored, sums, kl, clamped, seen.kl, prepared, moved=moved)
+        if not moved:  # a step that was left out teaches nothing; the first price waits for one that counts
+            self.steering.state = began
+        return outcome
 
     def _conclude(
         self,
@@ -103,12 +113,20 @@ class Learner:
         clamped: Clamped | None,
         token_kl: Tensor,
         prepared: Prepared,
+        *,
+        moved: bool,
     ) -> Outcome:
         priced = self.steering.beta
         per_token = {name: sums.mean(name) for name in ("kl/ref/exact", "kl/ref/k1", "kl/ref/k3", "kl/sampler/k1")}
         comparable = {"k3": per_token["kl/ref/k3"]} if self.config.kl.per == "token" else {}
         alarms = self.steering.observe(
-            step, kl, int(sums.count("sequences")), clamped, estimates=comparable, sampler_kl=per_token["kl/sampler/k1"]
+            step,
+            kl,
+            int(sums.count("sequences")),
+            clamped,
+            estimates=comparable,
+            sampler_kl=per_token["kl/sampler/k1"],
+            moved=moved,
         )
         if self.reference.after_step(step):
             self.steering.new_reference()  # the next batch's KL will be to another reference
@@ -244,6 +262,7 @@ class Learner:
         self.grad_norm = float(norm)
         if math.isfinite(self.grad_norm):
             self.optimizer.step()
+            self.applied += 1
         else:
             self.skipped += 1
             if self.config.optim.on_nonfinite == "stop":
@@ -341,7 +360,8 @@ class Learner:
         """Hold KL under its limit; a step that is backtracked began at ``kl``, not at the reference."""
         if self.config.kl.clamp_limit is None:
             return None
-        return self.steering.clamp(measure, self._scaler(origin), origin_kl=0.0 if origin is None else kl)
+        began = 0.0 if origin is None or not math.isfinite(kl) else kl
+        return self.steering.clamp(measure, self._scaler(origin), origin_kl=began)
 
     def _scaler(self, origin: dict[str, Tensor] | None) -> Callable[[float], None]:
         if isinstance(self.reference, AdapterOff):

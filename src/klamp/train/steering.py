@@ -33,7 +33,8 @@ class Steering:
         """Set the first price from the first batch, unless one is set: Hold's feed-forward, or the configured beta."""
         if self.state is not None:
             return
-        told = isinstance(self.controller, Hold) and self.config.beta is None and spread > 0 and length > 0
+        known = 0 < spread < math.inf and length > 0
+        told = isinstance(self.controller, Hold) and self.config.beta is None and known
         if told:
             assert isinstance(self.controller, Hold)
             self.state = self.controller.init(spread=spread, length=length)
@@ -84,11 +85,17 @@ class Steering:
         *,
         estimates: Mapping[str, float],
         sampler_kl: float | None,
+        moved: bool = True,
     ) -> list[Alarm]:
-        """The next price, and the alarms of the step. ``kl`` is the step's fresh KL in the unit of the target."""
+        """The next price, and the alarms of the step. ``kl`` is the step's fresh KL in the unit of the target.
+
+        A step that did not move the policy leaves the price alone: the controllers' models count on one move a reading.
+        """
         assert self.state is not None, "start() comes first"
         priced = self.state.beta
-        if isinstance(self.controller, Hold) and isinstance(self.state, HoldState):
+        if not moved:
+            pass
+        elif isinstance(self.controller, Hold) and isinstance(self.state, HoldState):
             effort = clamped.effort if clamped is not None else 0.0
             self.state = self.controller.update(self.state, kl, sequences, effort=effort)
         else:
