@@ -73,7 +73,7 @@ class FromLogits(torch.autograd.Function):
         if ref is None:
             stats = RowStats(logp, None, None, entropy, lse, None)
         ctx.save_for_backward(logits, ref, tokens, index)
-        ctx.stats, ctx.scaling, ctx.ops = stats, scaling, ops
+        ctx.stats, ctx.scaling, ctx.ops = stats.for_backward(), scaling, ops
         ctx.set_materialize_grads(False)
         if stats.ref_logp is not None:
             ctx.mark_non_differentiable(stats.ref_logp)

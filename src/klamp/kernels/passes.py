@@ -183,7 +183,7 @@ class Statistics(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, head: Tensor, bias: Tensor | None, work: Work, ops: Ops) -> Any:
         stats = forward_statistics(ops, work)
         ctx.save_for_backward(hidden, head, bias)
-        ctx.work, ctx.ops, ctx.stats = work, ops, stats
+        ctx.work, ctx.ops, ctx.stats = work, ops, stats.for_backward()
         ctx.set_materialize_grads(False)
         if stats.ref_logp is not None:
             ctx.mark_non_differentiable(stats.ref_logp)

@@ -44,6 +44,10 @@ class RowStats(NamedTuple):
     lse: Tensor
     ref_lse: Tensor | None
 
+    def for_backward(self) -> RowStats:
+        """The same memory without a graph. Outputs kept on a context would hold it, and it them: never freed."""
+        return RowStats(*(None if x is None else x.detach() for x in self))  # type: ignore[arg-type]
+
 
 class Upstream(NamedTuple):
     """dL/dlogp, dL/dkl and dL/dentropy of n rows; None where the loss does not use the quantity."""
