@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from klamp import __version__
-from klamp.errors import ConfigError, KlampError, unknown
+from klamp.errors import DISK, ConfigError, KlampError, disk_errno, unknown
 
 if TYPE_CHECKING:
     from klamp.audit import Finding
@@ -176,7 +176,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; an error of klamp's own is one line on stderr and exit code 2."""
+    """Run one command; an error of klamp's own, or of the disk, is one line on stderr and exit code 2."""
     args = list(sys.argv[1:] if argv is None else argv)
     if args and args[0] in ("--version", "-V"):
         print(f"klamp {__version__}")
@@ -194,6 +194,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, head or less, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        print("klamp: stopped.", file=sys.stderr)
+        return 130
+    except OSError as error:
+        number = disk_errno(error)
+        if number is None:
+            raise
+        where = f"{error.filename!r}: " if error.filename else ""
+        print(f"klamp: {where}{os.strerror(number)}. {DISK[number]}, then try again.", file=sys.stderr)
+        return 2
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in EXTRAS:
             raise

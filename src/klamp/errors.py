@@ -5,9 +5,13 @@ Every message names the field, the value it was given and the way out.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import errno
 import math
-from collections.abc import Iterable
+import os
+import re
+from collections.abc import Iterable, Iterator
 
 
 class KlampError(Exception):
@@ -16,6 +20,44 @@ class KlampError(Exception):
 
 class ConfigError(KlampError, ValueError):
     """A setting or an argument that cannot mean what its author wants; raised before anything is computed."""
+
+
+class DiskError(KlampError, RuntimeError):
+    """Something could not be written: no space, no permission, a read-only or failing disk."""
+
+
+DISK = {
+    errno.ENOSPC: "Free some space",
+    errno.EDQUOT: "Free some of your quota",
+    errno.EFBIG: "Raise the limit on the size of a file (ulimit -f)",
+    errno.EROFS: "Make it writable or choose another folder",
+    errno.EACCES: "Make it writable or choose another folder",
+    errno.EPERM: "Make it writable or choose another folder",
+    errno.EIO: "Check the disk",
+}
+"""What a disk can refuse a write with, and what to do about it."""
+
+
+@contextlib.contextmanager
+def writing(what: object, then: str) -> Iterator[None]:
+    """Turn a refusal of the disk into the :class:`DiskError` that names ``what``, the reason and the way on."""
+    try:
+        yield
+    except Exception as error:
+        number = disk_errno(error)
+        if number is None or isinstance(error, KlampError):
+            raise
+        raise DiskError(
+            f"{str(what)!r} could not be written: {os.strerror(number)}. {DISK[number]}, then {then}."
+        ) from error
+
+
+def disk_errno(error: BaseException) -> int | None:
+    """The number of :data:`DISK` behind an error; safetensors and tokenizers say it in their text alone."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None and (said := re.search(r"\(os error (\d+)\)", str(error))):
+        number = int(said[1])
+    return number if number in DISK else None
 
 
 def unknown(field: str, value: object, choices: Iterable[str]) -> ConfigError:

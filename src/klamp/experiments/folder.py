@@ -55,7 +55,8 @@ class Folder:
         if not self.path.is_dir():
             raise ConfigError(f"--out {str(self.path)!r} is a file. Choose another --out.")
         if not self.settings.is_file():
-            if any(p.name != ".lock" for p in self.path.iterdir()):
+            begun = (".lock", f".{SETTINGS}.")  # all that a process killed before it had written SETTINGS can have left
+            if not all(p.name.startswith(begun) for p in self.path.iterdir()):
                 raise ConfigError(
                     f"--out {str(self.path)!r} is not empty and is no experiment of klamp's. Choose another --out."
                 )

@@ -29,6 +29,8 @@ from klamp.train.settings import from_dict, to_dict
 
 PROBES = 6
 """Prompts at which every policy is asked for a completion, with the same random numbers."""
+PATIENCE = 60.0
+"""Seconds that a run waits for the process that had it before."""
 Say = Callable[[int, str], None]
 
 
@@ -72,6 +74,7 @@ def job(label: str, config: TrainConfig, reference: Path, **options: Any) -> Job
 def run(job: Job, say: Say) -> None:
     """Train to the last step, from the newest checkpoint where there is one."""
     config = job.train_config
+    RunFolder(config.run).wait(PATIENCE)  # whose parent was killed, it may still be finishing its step
     resume = (Path(config.run) / "config.yaml").is_file()
     trainer = Trainer(replace(config, resume=resume), quiet=True, watch=Watch(job, say))
     trainer.run()
@@ -129,7 +132,7 @@ class Watch:
         rollout = _sample(trainer.sampler, trainer.encoded, prompts, _spread(len(prompts), PROBES), seed=4)
         folder = RunFolder(trainer.config.run)
         for row in _probe_rows(trainer.tokenizer, rollout, token_kl(trainer, rollout)):
-            folder.append(folder.path / "probes.jsonl", {"step": step, **row})
+            folder.append(folder.probes, {"step": step, **row})
 
 
 @torch.no_grad()

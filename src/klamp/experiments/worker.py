@@ -5,6 +5,7 @@ It outlives no parent: when stdin ends it asks its own run to stop, which saves 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -32,8 +33,10 @@ def main() -> int:
 
 def _serve(order: dict[str, Any], events: TextIO) -> None:
     def tell(event: str, **more: Any) -> None:
-        events.write(json.dumps({"event": event, **more}) + "\n")
-        events.flush()
+        # With the parent gone nobody listens; the run goes on to its checkpoint all the same.
+        with contextlib.suppress(BrokenPipeError):
+            events.write(json.dumps({"event": event, **more}) + "\n")
+            events.flush()
 
     try:
         import torch

@@ -8,11 +8,14 @@ states, the controller's and monitor's state, the reference's identity.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
+import itertools
 import json
 import os
 import random
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,14 +26,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from klamp import models
-from klamp.errors import ConfigError, KlampError
+from klamp.errors import ConfigError, KlampError, writing
 from klamp.references import CheckpointStep, StepLag, parse
 from klamp.train.anchors import ReferencePolicyError, saved_steps
 from klamp.train.config import TrainConfig
 from klamp.train.data import mix
 from klamp.train.learner import Learner
 from klamp.train.policy import ADAPTER
-from klamp.train.runs import sync_folder
+from klamp.train.runs import GO_ON, sync_folder
 
 FORMAT = "klamp-checkpoint/1"
 
@@ -56,20 +59,50 @@ def save(run: Path, step: int, learner: Learner, tokenizer: Any, config: TrainCo
     """Write the checkpoint of ``step``; the main process writes, every process calls."""
     accelerator = learner.accelerator
     final = folder_of(run, step)
+    _check_finite(run, step, learner)
     randoms = _gather_randoms(accelerator)
     if accelerator.is_main_process and not (final.is_dir() and damage(final) is None):
-        final.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(final.parent)
-        shutil.rmtree(final, ignore_errors=True)  # one that was passed over as damaged
-        aside = final.parent / f".{final.name}.{os.getpid()}"
-        aside.mkdir()
-        _write(aside, step, learner, tokenizer, randoms)
-        _seal(aside)
-        os.rename(aside, final)
-        sync_folder(final.parent)
+        with writing(final, GO_ON):
+            _save_aside(final, lambda aside: _write(aside, step, learner, tokenizer, randoms))
         _retain(run, step, config)
     accelerator.wait_for_everyone()
     return final
+
+
+def _save_aside(final: Path, write: Callable[[Path], None]) -> None:
+    """Fill a folder aside, seal it, give it its name; one that cannot be filled is removed and its space given back."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(final.parent)
+    aside = final.parent / f".{final.name}.{os.getpid()}"
+    try:
+        aside.mkdir()
+        write(aside)
+        _seal(aside)
+    except Exception:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    if final.is_dir():  # one that was passed over as damaged: somebody may want to look at it
+        os.rename(final, _free(final.parent / f"damaged-{final.name}"))
+    os.rename(aside, final)
+    sync_folder(final.parent)
+
+
+def _free(path: Path) -> Path:
+    """``path``, or with a number behind it the first that is not taken."""
+    names = (path if n == 1 else path.with_name(f"{path.name}-{n}") for n in itertools.count(1))
+    return next(p for p in names if not p.exists())
+
+
+def _check_finite(run: Path, step: int, learner: Learner) -> None:
+    """Refuse to save weights that are NaN or infinite: with them the next saves would push out the last good ones."""
+    bad = [name for name, p in learner.policy.trainable().items() if not bool(torch.isfinite(p).all())]
+    if bad:
+        there = ", ".join(str(s) for s in saved_steps(run)) or "none"
+        raise CheckpointError(
+            f"the weights after step {step} are not finite ({bad[0]} first of {len(bad)}) and were not saved. Saved "
+            f"steps: {there}; they are as they were. Look at the last samples and rewards, or begin anew with a lower "
+            "optim.lr."
+        )
 
 
 def _write(folder: Path, step: int, learner: Learner, tokenizer: Any, randoms: list[dict[str, Any]]) -> None:
@@ -142,6 +175,7 @@ def load(saved: Saved, learner: Learner) -> int:
 
 def newest(run: Path, *, skip_damaged: bool = False) -> Saved | None:
     """The newest whole checkpoint. A damaged one is named in the error, or passed over when asked."""
+    problem = None
     for step in reversed(saved_steps(run)):
         path = folder_of(run, step)
         problem = damage(path)
@@ -152,6 +186,11 @@ def newest(run: Path, *, skip_damaged: bool = False) -> Saved | None:
                 f"checkpoint {str(path)!r} is damaged: {problem}. Remove it to go on from the one before, or add "
                 "--skip-damaged."
             )
+    if problem is not None:
+        raise CheckpointError(
+            f"no checkpoint in {str(run / 'checkpoints')!r} is whole; {path.name}, the oldest, is damaged too: "
+            f"{problem}. Restore one of them, or remove them all to begin again at step 1."
+        )
     return None
 
 
@@ -161,9 +200,11 @@ def damage(folder: Path) -> str | None:
     if not manifest.is_file():
         return "manifest.json is missing"
     try:
-        hashes: dict[str, str] = json.loads(manifest.read_text(encoding="utf-8"))["sha256"]
-    except (ValueError, KeyError, TypeError):
+        hashes: dict[str, str] = dict(json.loads(manifest.read_text(encoding="utf-8"))["sha256"])
+    except (ValueError, KeyError, TypeError, RecursionError):
         return "manifest.json cannot be read"
+    if "trainer.json" not in hashes:
+        return "manifest.json does not name trainer.json"
     for name, expected in hashes.items():
         file = folder / name
         if not file.is_file():
@@ -230,7 +271,15 @@ def _retain(run: Path, last: int, config: TrainConfig) -> None:
         protected |= set([s for s in steps if s <= steps[-1] - spec.lag][-1:])
     for step in steps:
         if step not in protected:
-            shutil.rmtree(folder_of(run, step), ignore_errors=True)
+            _discard(folder_of(run, step))
+
+
+def _discard(folder: Path) -> None:
+    """Take the name away first: a process killed while it deletes leaves no checkpoint with files missing."""
+    gone = folder.parent / f".{folder.name}.{os.getpid()}"
+    with contextlib.suppress(OSError):
+        os.rename(folder, gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def _optimizer_tensors(learner: Learner) -> dict[str, Tensor]:

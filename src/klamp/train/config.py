@@ -154,7 +154,7 @@ class RewardConfig:
     on_error: Literal["stop", "mask"] = "stop"
     """A reward that raises or is NaN stops the run, or masks its samples and is counted."""
     timeout: float | None = None
-    """Seconds a reward function may take for a step."""
+    """Seconds a reward function may take for a step; past them it counts as failed. None: as long as it takes."""
 
     def __post_init__(self) -> None:
         if not self.functions:
@@ -163,6 +163,10 @@ class RewardConfig:
             raise ConfigError(
                 f"reward.weights has {len(self.weights)} entries for {len(self.functions)} functions. Give one each."
             )
+        for weight in self.weights:
+            require_number("reward.weights", weight, way_out="Each is a finite factor; 0 leaves a function out.")
+        if self.timeout is not None:
+            require_number("reward.timeout", self.timeout, above=0, way_out="It is in seconds; None waits for ever.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,6 +276,8 @@ class TrainConfig:
     """When resuming, pass over a damaged checkpoint instead of stopping at it."""
     preflight: bool = True
     """Check before step 1 that the KL term is wired right."""
+    process_timeout: float = 600.0
+    """Seconds that one process of several waits for the others before it gives up; a reward may take no longer."""
     deterministic: bool = False
     """Ask torch for deterministic algorithms."""
     track: str | None = None
@@ -291,6 +297,7 @@ class TrainConfig:
             raise ConfigError(f"seed must fit in 64 bits, got {self.seed!r}. Any smaller whole number will do.")
         require_number("save_every", self.save_every, at_least=1, way_out="It counts steps.")
         require_number("sample_every", self.sample_every, at_least=1, way_out="It counts steps.")
+        require_number("process_timeout", self.process_timeout, above=0, way_out="It is in seconds; 600 is usual.")
         require_number("keep", self.keep, at_least=0, way_out="0 keeps every checkpoint.")
         if self.algorithm.minibatches > self.rollout.prompts * self.rollout.group_size:
             raise ConfigError(

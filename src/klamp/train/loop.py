@@ -6,11 +6,14 @@ from its last checkpoint exactly as if it had not been.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -18,14 +21,14 @@ from typing import Any
 import torch
 
 from klamp import models
-from klamp.errors import ConfigError
+from klamp.errors import ConfigError, KlampError
 from klamp.references import parse
 from klamp.train import checkpoint, data
 from klamp.train.anchors import check_reference
 from klamp.train.batch import Rollout
 from klamp.train.config import TrainConfig
 from klamp.train.display import Display
-from klamp.train.learner import Learner, Outcome
+from klamp.train.learner import Learner, Outcome, TrainingError
 from klamp.train.policy import build
 from klamp.train.preflight import preflight
 from klamp.train.rewards import RewardFunction, Scorer
@@ -66,18 +69,20 @@ class Trainer:
         self.encoded = models.encode_prompts(self.tokenizer, self.prompts.texts, chat=config.rollout.chat)
         context = _context(config)
         self._check_context(context)
-        self.learner = _learner(config, self.accelerator)
+        with _together(self.accelerator, config):
+            self.learner = _learner(config, self.accelerator)
         self.sampler = Sampler(self.learner.policy, self.tokenizer, config.rollout, context)
         self.display = Display(config.steps, quiet=quiet or not self.accelerator.is_main_process)
         self.stop = Stop()
 
     def run(self) -> dict[str, float]:
         """Train to the last step and return its metrics."""
-        if not self.accelerator.is_main_process:
-            return self._run()
-        checkpoint.check_disk(self.folder.path, self.learner)
-        with self.folder.lock():
-            return self._run()
+        with _together(self.accelerator, self.config):
+            if not self.accelerator.is_main_process:
+                return self._run()
+            checkpoint.check_disk(self.folder.path, self.learner)
+            with self.folder.lock():
+                return self._run()
 
     def _run(self) -> dict[str, float]:
         done = self._resume()
@@ -97,7 +102,7 @@ class Trainer:
                 metrics = self._record(step, outcome, clock, rollout, scored.total.tolist())
                 self.stop.agree(self.accelerator)
                 self._save_if_due(step)
-                self.stop.leave_if_asked()
+                self.stop.leave_if_agreed()
         self.accelerator.end_training()
         return metrics
 
@@ -117,8 +122,9 @@ class Trainer:
         config = self.config
         main = self.accelerator.is_main_process
         if main:
-            self.folder.path.mkdir(parents=True, exist_ok=True)
             self.folder.write_config(replace(config, resume=False))
+        if config.track:  # trackers write into the folder, which is this run's from here on
+            self.accelerator.init_trackers(Path(config.run).name)
         done = 0
         if config.resume:
             saved = checkpoint.newest(self.folder.path, skip_damaged=config.skip_damaged)
@@ -169,7 +175,7 @@ class Trainer:
             )
 
     def _save_if_due(self, step: int) -> None:
-        due = step % self.config.save_every == 0 or step == self.config.steps or self.stop.asked
+        due = step % self.config.save_every == 0 or step == self.config.steps or self.stop.leaving
         if due:
             checkpoint.save(self.folder.path, step, self.learner, self.tokenizer, self.config)
 
@@ -220,6 +226,12 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked = 0
+        """The signal this process heard."""
+        self.leaving = 0
+        """The signal that all processes agreed to leave by, at the last :meth:`agree`."""
+        self.heard_at = 0.0
+        # torchrun passes Ctrl-C on to processes that the terminal has sent it to already.
+        self.echo = 2.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
         self.before: dict[int, Any] = {}
 
     def listening(self) -> Stop:
@@ -238,35 +250,62 @@ class Stop:
             signal.signal(number, handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        now = time.monotonic()
+        if not self.asked:
+            self.asked, self.heard_at = number, now
+        elif now - self.heard_at >= self.echo:
             raise SystemExit(128 + number)
-        self.asked = number
 
     def agree(self, accelerator: Any) -> None:
-        """A signal that one process heard counts for all: saving is something they do together."""
+        """A signal that one process heard counts for all: saving is something they do together.
+
+        One that comes later counts at the next step, or a process would save and leave alone.
+        """
+        self.leaving = self.asked
         if accelerator.num_processes > 1:
             heard = torch.zeros(accelerator.num_processes, device=accelerator.device)
             heard[accelerator.process_index] = self.asked
-            self.asked = int(accelerator.reduce(heard, reduction="sum").max())
+            self.leaving = int(accelerator.reduce(heard, reduction="sum").max())
 
-    def leave_if_asked(self) -> None:
+    def leave_if_agreed(self) -> None:
         """Exit with the usual code once the step is saved."""
-        if self.asked:
-            raise SystemExit(128 + self.asked)
+        if self.leaving:
+            raise SystemExit(128 + self.leaving)
+
+
+@contextlib.contextmanager
+def _together(accelerator: Any, config: TrainConfig) -> Iterator[None]:
+    """Say in klamp's words that another process of the run is gone, or has not answered in time."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, KlampError) or accelerator.num_processes == 1 or not _lost(error):
+            raise
+        raise TrainingError(
+            f"process {accelerator.process_index} of {accelerator.num_processes} lost another one, which died or gave "
+            f"no answer within process_timeout={config.process_timeout:g} s ({' '.join(str(error).split())[:200]}). "
+            "Look for its last words, then start all of them again with --resume."
+        ) from error
+
+
+def _lost(error: RuntimeError) -> bool:
+    """Whether this is how torch says that a process cannot be reached; gloo has only words for it."""
+    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out", "timeout", "NCCL")
+    return isinstance(error, torch.distributed.DistError) or any(sign in str(error) for sign in signs)
 
 
 def _accelerator(config: TrainConfig) -> Any:
     from accelerate import Accelerator
-    from accelerate.utils import DistributedDataParallelKwargs
+    from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
-    kwargs = DistributedDataParallelKwargs(broadcast_buffers=False)
+    kwargs = [
+        DistributedDataParallelKwargs(broadcast_buffers=False),
+        InitProcessGroupKwargs(timeout=timedelta(seconds=config.process_timeout)),
+    ]
     cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
-    accelerator = Accelerator(
-        cpu=cpu, log_with=config.track, project_dir=config.run, kwargs_handlers=[kwargs], mixed_precision="no"
+    return Accelerator(
+        cpu=cpu, log_with=config.track, project_dir=config.run, kwargs_handlers=kwargs, mixed_precision="no"
     )
-    if config.track:
-        accelerator.init_trackers(Path(config.run).name)
-    return accelerator
 
 
 def _context(config: TrainConfig) -> int | None:

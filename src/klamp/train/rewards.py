@@ -147,12 +147,19 @@ class Scorer:
         parts, valid = {}, torch.ones(len(completions), dtype=torch.bool)
         for name, function in self.functions.items():
             values = self._values(name, function, prompts, completions, columns)
-            good = torch.tensor([math.isfinite(v) for v in values], dtype=torch.bool)
+            good = torch.tensor([_finite(v) for v in values], dtype=torch.bool)
             valid &= good
             parts[name] = torch.where(good, torch.tensor(values, dtype=torch.float64), 0.0).float()
         total = torch.zeros(len(completions))
         for weight, part in zip(self.weights, parts.values(), strict=True):
             total = total + weight * part
+        over = (valid & ~torch.isfinite(total)).nonzero().flatten().tolist()
+        if over and self.config.on_error == "stop":
+            raise RewardError(
+                f"the weighted sum of the rewards is {float(total[over[0]])} for sample {over[0]}. Lower "
+                f"reward.weights={self.weights}, or set reward.on_error=mask to leave such samples out."
+            )
+        valid[over] = False
         return Scored(torch.where(valid, total, 0.0), valid, parts)
 
     def _values(
@@ -169,7 +176,7 @@ class Scorer:
         if len(values) != len(completions):
             what = f"returned {len(values)} rewards for {len(completions)} completions"
             return self._failed(name, len(completions), what, None)
-        bad = next((i for i, v in enumerate(values) if not math.isfinite(v)), None)
+        bad = next((i for i, v in enumerate(values) if not _finite(v)), None)
         if bad is not None and self.config.on_error == "stop":
             raise RewardError(
                 f"reward {name!r} is {values[bad]} for sample {bad}: prompt {prompts[bad]!r}, completion "
@@ -186,6 +193,8 @@ class Scorer:
             try:
                 (value,) = self._timed(name, function, *one)
                 values.append(float(value))
+            except _Slow as error:
+                return self._failed(name, len(completions), str(error), cause)
             except Exception as error:
                 if self.config.on_error == "stop":
                     raise RewardError(
@@ -210,6 +219,11 @@ class Scorer:
         if self.config.timeout is None:
             return call()
         return _within(self.config.timeout, call)
+
+
+def _finite(value: float) -> bool:
+    """Whether float32, in which rewards are used, holds the value."""
+    return abs(value) <= torch.finfo(torch.float32).max
 
 
 class _Slow(Exception):

@@ -11,11 +11,12 @@ import fcntl
 import json
 import math
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from klamp.errors import ConfigError
+from klamp.errors import ConfigError, writing
 from klamp.references import CheckpointStep, parse
 from klamp.train.config import TrainConfig
 from klamp.train.settings import from_yaml, to_dict, to_yaml
@@ -32,7 +33,9 @@ MAY_CHANGE = (
     "keep",
     "sample_every",
     "device",
+    "process_timeout",
 )
+GO_ON = "run the same command again (klamp train: with --resume) to go on from the last checkpoint"
 
 
 class RunFolder:
@@ -41,7 +44,7 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.metrics, self.samples = self.path / "metrics.jsonl", self.path / "samples.jsonl"
-        self.alarms = self.path / "alarms.jsonl"
+        self.alarms, self.probes = self.path / "alarms.jsonl", self.path / "probes.jsonl"
 
     def claim(self, config: TrainConfig) -> None:
         """Refuse a folder that belongs to another configuration, or that holds a run which is not being resumed."""
@@ -53,15 +56,25 @@ class RunFolder:
                 raise ConfigError(
                     f"run {str(self.path)!r} exists. Add --resume to go on with it, or choose another --run."
                 )
-        elif self.path.is_dir() and any(p.name != ".lock" for p in self.path.iterdir()):
+        elif self.path.is_dir() and not all(_half_begun(p) for p in self.path.iterdir()):
             raise ConfigError(f"run {str(self.path)!r} is not empty and is no run of klamp. Choose another --run.")
 
     def _not_in_use(self) -> None:
         """Refuse a folder whose lock another process holds; the processes of one launch may all look at once."""
         file = self.path / ".lock"
         if file.is_file():
-            with file.open("a+") as handle:
+            with writing(file, GO_ON), file.open("a+") as handle:
                 _flock(handle, fcntl.LOCK_SH, self.path)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the folder is free, at most ``seconds``: for a process that was asked to stop and is saving."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            try:
+                return self._not_in_use()
+            except ConfigError:
+                time.sleep(0.1)
+        return None
 
     def write_config(self, config: TrainConfig) -> None:
         """The resolved configuration."""
@@ -82,15 +95,19 @@ class RunFolder:
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Refuse a second process on this folder. The lock is the kernel's: it goes when its process does."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / ".lock").open("a+") as handle:
+        with writing(self.path, GO_ON):
+            self.path.mkdir(parents=True, exist_ok=True)
+            handle = (self.path / ".lock").open("a+")
+        with handle:
             _flock(handle, fcntl.LOCK_EX, self.path)
+            # A process that a reward forks would hold the lock beyond this one's death.
+            os.register_at_fork(after_in_child=handle.close)
             yield
 
     def append(self, file: Path, row: dict[str, Any]) -> None:
         """One line, whole and on disk before this returns."""
         line = json.dumps({k: _plain(v) for k, v in row.items()}, ensure_ascii=False) + "\n"
-        with file.open("ab") as handle:
+        with writing(file, GO_ON), file.open("ab") as handle:
             handle.write(line.encode())
             handle.flush()
             os.fsync(handle.fileno())
@@ -102,9 +119,10 @@ class RunFolder:
 
     def rewind(self, step: int) -> None:
         """Drop lines after ``step`` and a torn last one: they will be written again."""
-        for file in (self.metrics, self.samples, self.alarms):
+        for file in (self.metrics, self.samples, self.alarms, self.probes):
             if file.is_file():
-                _keep_until(file, step)
+                with writing(file, GO_ON):
+                    _keep_until(file, step)
 
 
 def _flock(handle: IO[str], kind: int, run: Path) -> None:
@@ -112,6 +130,11 @@ def _flock(handle: IO[str], kind: int, run: Path) -> None:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except OSError:
         raise ConfigError(f"run {str(run)!r} is in use by another process. Choose another --run.") from None
+
+
+def _half_begun(path: Path) -> bool:
+    """Whether this is all that a process killed before it had written config.yaml can have left."""
+    return path.name == ".lock" or path.name.startswith(".config.yaml.")
 
 
 def read_jsonl(file: Path) -> Iterator[dict[str, Any]]:
@@ -141,12 +164,18 @@ def _keep_until(file: Path, step: int) -> None:
 def atomic_text(path: Path, text: str) -> None:
     """Write aside, fsync, rename."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with aside.open("w", encoding="utf-8") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(aside, path)
-    sync_folder(path.parent)
+    with writing(path, GO_ON):
+        try:
+            with aside.open("w", encoding="utf-8") as handle:
+                handle.write(text)
+                handle.flush()
+                os.fsync(handle.fileno())
+            os.replace(aside, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                aside.unlink()
+            raise
+        sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
