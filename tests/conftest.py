@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,15 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+sys.path.insert(0, str(Path(__file__).parent))  # so that tests import ``unbroken`` under any import mode
 
 WORDS = [f"w{i}" for i in range(29)]
 VOCABULARY = {w: i for i, w in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kills", type=int, default=10, help="how often tests/faults kills a run; `make faults`: 50")
+    parser.addoption("--fault-seed", type=int, default=None, help="seed of the random moments in tests/faults")
 
 
 def write_model(folder: Path, *, vocabulary: dict[str, int] = VOCABULARY, seed: int = 0) -> str:

@@ -20,10 +20,12 @@ import numpy
 import pytest
 import torch
 
+import unbroken
 from klamp.train.config import RewardConfig, TrainConfig
 from klamp.train.loop import Trainer
 from klamp.train.runs import read_jsonl
 from klamp.train.settings import from_yaml, to_yaml
+from unbroken import assert_same, resumed
 
 STEPS = 7
 KINDS = [("grpo", False), ("grpo", True), ("ppo", False), ("ppo", True)]
@@ -68,25 +70,8 @@ def interrupt_at(step: int) -> Callable[[int, Trainer], dict[str, float]]:
     return watch
 
 
-def resumed(config: TrainConfig) -> TrainConfig:
-    from dataclasses import replace
-
-    return replace(config, resume=True)
-
-
 def left_by(run: str) -> dict[str, Any]:
-    """What a run leaves behind, its times aside."""
-    folder = Path(run)
-    rows = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_jsonl(folder / "metrics.jsonl")]
-    last = folder / "checkpoints" / f"step-{STEPS:06d}"
-    kept = {p.name: p.read_bytes() for p in sorted(last.iterdir()) if p.name not in ("README.md", "manifest.json")}
-    return {"metrics": rows, "samples": list(read_jsonl(folder / "samples.jsonl")), **kept}
-
-
-def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert a[name] == b[name], f"{name} differs"
+    return unbroken.left_by(run, STEPS)
 
 
 @pytest.mark.parametrize(("name", "full"), KINDS)
