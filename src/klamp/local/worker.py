@@ -29,8 +29,9 @@ from klamp.references import AdapterPath, Base, Ema, Periodic, ReferenceSpec, St
 from klamp.train import anchors, checkpoint
 from klamp.train.config import RolloutConfig, TrainConfig
 from klamp.train.data import mix
+from klamp.train.launch import make_accelerator
 from klamp.train.learner import Learner, Outcome
-from klamp.train.loop import _accelerator, _learner
+from klamp.train.loop import _learner
 from klamp.train.preflight import preflight
 from klamp.train.rollouts import Sampler, context_of, end_ids
 from klamp.train.runs import RunFolder, atomic_text
@@ -75,7 +76,7 @@ class Worker:
         )
         place.folder.mkdir(parents=True, exist_ok=True)
         with self.folder.lock(), _randomness_untouched():
-            accelerator = _accelerator(config)
+            accelerator = make_accelerator(config)
             if accelerator.num_processes > 1:
                 raise ConfigError("LocalBackend trains in one process. For several use torchrun -m klamp train.")
             self.tokenizer = models.load_tokenizer(place.base_model)

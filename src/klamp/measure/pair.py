@@ -85,6 +85,7 @@ def _other_adapter(main: Policy, adapter: Path | None) -> Callable[[Part], Ancho
     if adapter is not None:
         model.load_adapter(str(adapter), adapter_name=REFERENCE, is_trainable=False)
         model.set_adapter(ADAPTER)
+        main.find_layers()
 
     @torch.no_grad()
     def states(part: Part) -> Anchor:

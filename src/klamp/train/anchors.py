@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +20,7 @@ from klamp.kernels import head_of
 from klamp.references import AdapterPath, Base, CheckpointStep, Ema, FrozenModel, Periodic, ReferenceSpec, StepLag
 from klamp.train.batch import Part
 from klamp.train.policy import ADAPTER, Anchor, Policy
+from klamp.train.sharded import digest, put, settle, shard
 
 REFERENCE = "klamp_reference"
 """Name of the reference's adapter inside the peft model; never saved."""
@@ -59,6 +59,10 @@ class Reference(Protocol):
         """Continue at ``step`` with :meth:`tensors`."""
         ...
 
+    def shard(self, accelerator: Any) -> None:
+        """Spread its own weights over the processes as the policy's are, or refuse."""
+        ...
+
 
 class AdapterOff:
     """The base model under the adapter: no second model, no second adapter."""
@@ -91,6 +95,9 @@ class AdapterOff:
 
     def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
         pass
+
+    def shard(self, accelerator: Any) -> None:
+        pass  # it is the policy's own model
 
 
 class SecondAdapter:
@@ -141,14 +148,20 @@ class SecondAdapter:
             return {}
         return {n: p.detach().clone() for n, p in self.policy.model.named_parameters() if f".{REFERENCE}." in n}
 
-    @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
         if isinstance(self.spec, StepLag):
             self._follow_checkpoints(step)
         if self.follows:
             own = dict(self.policy.model.named_parameters())
             for name, value in tensors.items():
-                own[name].copy_(value)
+                put(own[name], value)
+
+    def shard(self, accelerator: Any) -> None:
+        if isinstance(self.spec, StepLag):
+            raise ConfigError(
+                f"kl.reference {self.spec} loads another adapter as it goes, which a model sharded by FSDP2 cannot "
+                "take. Use base, step:N, adapter:PATH, ema:DECAY or periodic:N, or train without FSDP."
+            )
 
     def _follow_checkpoints(self, step: int) -> bool:
         """Load the step that is now the newest at least ``lag`` back; whether it is another than before."""
@@ -169,6 +182,7 @@ class SecondAdapter:
                 check_adapter(folder, model)
                 model.load_adapter(str(folder), adapter_name=REFERENCE, is_trainable=False)
                 model.set_adapter(ADAPTER)
+        self.policy.find_layers()
         self.loaded = folder
 
     def _copy_policy(self) -> None:
@@ -189,6 +203,7 @@ class SecondModel:
         self.policy, self.spec, self.run, self.on_cpu = policy, spec, run, on_cpu
         self.device = next(policy.model.parameters()).device
         self.loaded: Path | None = None
+        self.weights: Mapping[str, Tensor] = dict(model.named_parameters())
         for p in model.parameters():
             p.requires_grad_(False)
         self.side = Policy(model.eval(), value_head=False, temperature=policy.temperature, lora=False)
@@ -205,12 +220,13 @@ class SecondModel:
 
     def origin(self) -> Mapping[str, Tensor] | None:
         fixed = isinstance(self.spec, Base) or (isinstance(self.spec, CheckpointStep) and self.spec.step == 0)
-        return dict(self.side.model.named_parameters()) if fixed else None
+        return self.weights if fixed else None
 
     @torch.no_grad()
     def after_step(self, step: int) -> bool:
         if self.on_cpu:
             self.side.to("cpu")
+        settle(self.side)
         if isinstance(self.spec, Ema):
             for ours, theirs in self._pairs():
                 ours.lerp_(theirs.to(ours.device, ours.dtype), 1 - self.spec.decay)
@@ -222,20 +238,31 @@ class SecondModel:
         return isinstance(self.spec, StepLag) and self._follow_checkpoints(step)
 
     def identity(self) -> dict[str, Any]:
+        settle(self.side)
         return {"reference": str(self.spec), "weights": digest(dict(self.side.model.named_parameters()))}
 
     def tensors(self) -> dict[str, Tensor]:
         if not isinstance(self.spec, Ema | Periodic):
             return {}
-        return {n: p.detach().cpu().clone() for n, p in self.side.model.named_parameters()}
+        settle(self.side)
+        return {n: p.detach().clone() for n, p in self.side.model.named_parameters()}
 
-    @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
         if isinstance(self.spec, StepLag):
             self._follow_checkpoints(step)
         own = dict(self.side.model.named_parameters())
         for name, value in tensors.items():
-            own[name].copy_(value)
+            put(own[name], value)
+
+    def shard(self, accelerator: Any) -> None:
+        if self.on_cpu:
+            raise ConfigError(
+                "kl.reference_on_cpu moves a whole model in and out, which FSDP2 does not allow. Leave it off: under "
+                "FSDP2 the reference is sharded like the policy."
+            )
+        self.side.sharded = True
+        shard(accelerator, self.side)
+        self.weights = dict(self.side.model.named_parameters())
 
     def _follow_checkpoints(self, step: int) -> bool:
         """Load the step that is now the newest at least ``lag`` back; whether it is another than before."""
@@ -251,7 +278,7 @@ class SecondModel:
 
         weights = dict(load_model(str(folder), dtype=next(self.side.parameters()).dtype).named_parameters())
         for name, p in self.side.model.named_parameters():
-            p.data.copy_(weights[name])
+            put(p, weights[name])
         self.loaded = folder
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -350,16 +377,6 @@ def _keeping_trainable(policy: Policy) -> Iterator[None]:
     finally:
         for n, p in policy.model.named_parameters():
             p.requires_grad_(before.get(n, False))
-
-
-def digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, shapes and bytes."""
-    total = hashlib.sha256()
-    for name in sorted(tensors):
-        t = tensors[name].detach()
-        total.update(f"{name}{tuple(t.shape)}{t.dtype}".encode())
-        total.update(t.cpu().contiguous().view(torch.uint8).numpy().tobytes() if t.numel() else b"")
-    return total.hexdigest()[:32]
 
 
 def step_folder(run: Path, step: int) -> Path:

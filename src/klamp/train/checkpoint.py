@@ -30,10 +30,12 @@ from klamp.errors import ConfigError, KlampError, writing
 from klamp.references import CheckpointStep, StepLag, parse
 from klamp.train.anchors import ReferencePolicyError, saved_steps
 from klamp.train.config import TrainConfig
+from klamp.train.contents import Contents, collect, not_finite, restore_moments
 from klamp.train.data import mix
 from klamp.train.learner import Learner
 from klamp.train.policy import ADAPTER
 from klamp.train.runs import GO_ON, sync_folder
+from klamp.train.sharded import put
 
 FORMAT = "klamp-checkpoint/1"
 
@@ -60,10 +62,10 @@ def save(run: Path, step: int, learner: Learner, tokenizer: Any, config: TrainCo
     accelerator = learner.accelerator
     final = folder_of(run, step)
     _check_finite(run, step, learner)
-    randoms = _gather_randoms(accelerator)
+    randoms, contents = _gather_randoms(accelerator), collect(learner)
     if accelerator.is_main_process and not (final.is_dir() and damage(final) is None):
         with writing(final, GO_ON):
-            _save_aside(final, lambda aside: _write(aside, step, learner, tokenizer, randoms))
+            _save_aside(final, lambda aside: _write(aside, step, learner, tokenizer, contents, randoms))
         _retain(run, step, config)
     accelerator.wait_for_everyone()
     return final
@@ -95,7 +97,7 @@ def _free(path: Path) -> Path:
 
 def _check_finite(run: Path, step: int, learner: Learner) -> None:
     """Refuse to save weights that are NaN or infinite: with them the next saves would push out the last good ones."""
-    bad = [name for name, p in learner.policy.trainable().items() if not bool(torch.isfinite(p).all())]
+    bad = not_finite(learner)
     if bad:
         there = ", ".join(str(s) for s in saved_steps(run)) or "none"
         raise CheckpointError(
@@ -105,32 +107,32 @@ def _check_finite(run: Path, step: int, learner: Learner) -> None:
         )
 
 
-def _write(folder: Path, step: int, learner: Learner, tokenizer: Any, randoms: list[dict[str, Any]]) -> None:
+def _write(
+    folder: Path, step: int, learner: Learner, tokenizer: Any, contents: Contents, randoms: list[dict[str, Any]]
+) -> None:
     policy = learner.policy
     model: Any = policy.model
     # The vocabulary never changes here; asked to find that out, peft would look for the base's config on the Hub.
     extra: dict[str, Any] = {"selected_adapters": [ADAPTER], "save_embedding_layers": False} if policy.lora else {}
+    if contents.model is not None:
+        extra["state_dict"] = contents.model
     with models._quiet(True):  # no bar of transformers' own in the middle of the run's
         model.save_pretrained(folder, safe_serialization=True, **extra)
     if policy.lora:
         _in_order(folder / "adapter_config.json")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    if policy.value is not None:
-        save_file(
-            {k: v.detach().cpu().contiguous() for k, v in policy.value.state_dict().items()},
-            folder / "value_head.safetensors",
-        )
-    save_file(_optimizer_tensors(learner), folder / "optimizer.safetensors")
-    reference = {k: v.detach().cpu().contiguous() for k, v in learner.reference.tensors().items()}
-    if reference:
-        save_file(reference, folder / "reference.safetensors")
+    if contents.value:
+        save_file(contents.value, folder / "value_head.safetensors")
+    save_file(contents.optimizer, folder / "optimizer.safetensors")
+    if contents.reference:
+        save_file(contents.reference, folder / "reference.safetensors")
     state = {
         "format": FORMAT,
         "step": step,
         "skipped": learner.skipped,
         "steering": learner.steering.state_dict(),
-        "reference": learner.reference.identity(),
+        "reference": contents.identity,
         "random": randoms,
         "processes": learner.accelerator.num_processes,
     }
@@ -154,8 +156,9 @@ def load(saved: Saved, learner: Learner) -> int:
         raise CheckpointError(
             f"checkpoint {str(folder)!r} has format {state.get('format')!r}; this klamp reads {FORMAT}."
         )
+    learner.settle()
     _load_weights(folder, learner)
-    _load_optimizer(folder, learner)
+    restore_moments(learner, load_file(folder / "optimizer.safetensors"))
     learner.skipped = int(state["skipped"])
     learner.steering.load_state_dict(state["steering"])
     extra = folder / "reference.safetensors"
@@ -282,34 +285,6 @@ def _discard(folder: Path) -> None:
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def _optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
-    """Adam's state by parameter name."""
-    names = {id(p): n for n, p in learner.policy.named_parameters()}
-    flat = {}
-    for p, state in learner.optimizer.state.items():
-        for key, value in state.items():
-            tensor = value if isinstance(value, Tensor) else torch.tensor(value)
-            flat[f"{names[id(p)]}::{key}"] = tensor.detach().cpu().contiguous()
-    return flat or {"empty": torch.zeros(1)}
-
-
-def _load_optimizer(folder: Path, learner: Learner) -> None:
-    saved = load_file(folder / "optimizer.safetensors")
-    states: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in saved.items():
-        parameter, _, key = name.partition("::")
-        if key:
-            states.setdefault(parameter, {})[key] = tensor
-    for name, p in learner.policy.trainable().items():
-        if name in states:
-            moved = {k: v if v.dim() == 0 and not _fused(learner) else v.to(p.device) for k, v in states[name].items()}
-            learner.optimizer.state[p] = moved
-
-
-def _fused(learner: Learner) -> bool:
-    return bool(learner.optimizer.param_groups[0].get("fused"))
-
-
 def _load_weights(folder: Path, learner: Learner) -> None:
     policy = learner.policy
     own = dict(policy.model.named_parameters())
@@ -323,12 +298,13 @@ def _load_weights(folder: Path, learner: Learner) -> None:
     missing = [n for n, p in own.items() if p.requires_grad and n not in weights]
     if missing:
         raise CheckpointError(f"checkpoint {str(folder)!r} has no {missing[0]!r}. It was saved from another model.")
-    with torch.no_grad():
-        for name, value in weights.items():
-            if name in own:
-                own[name].copy_(value)
-        if policy.value is not None:
-            policy.value.load_state_dict(load_file(folder / "value_head.safetensors"))
+    for name, value in weights.items():
+        if name in own:
+            put(own[name], value)
+    if policy.value is not None:
+        heads = load_file(folder / "value_head.safetensors")
+        for name, p in policy.value.named_parameters():
+            put(p, heads[name])
 
 
 def _full_weights(folder: Path) -> dict[str, Tensor]:

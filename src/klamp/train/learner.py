@@ -30,14 +30,15 @@ from klamp.train.anchors import AdapterOff, Reference, anchor
 from klamp.train.batch import Part, Rollout, parts
 from klamp.train.config import TrainConfig
 from klamp.train.data import mix
+from klamp.train.figures import band, reward_metrics
 from klamp.train.optim import adamw, share_of_rate
 from klamp.train.policy import ADAPTER, Anchor, Policy
+from klamp.train.recall import Recall
 from klamp.train.rewards import Scored
+from klamp.train.sharded import settle, whole
 from klamp.train.steering import Steering
 from klamp.train.tally import Tally
-
-CACHE_BYTES = 2 << 30
-"""Reference states of a step are kept up to this size, so that they are computed once."""
+from klamp.train.twin import twin
 
 
 class TrainingError(KlampError, RuntimeError):
@@ -59,11 +60,19 @@ class Learner:
 
     def __init__(self, config: TrainConfig, policy: Policy, accelerator: Any, run: Path) -> None:
         self.config, self.policy, self.accelerator = config, policy, accelerator
-        self.module, self.optimizer = accelerator.prepare(policy, adamw(policy, config.optim))
-        self.device = next(policy.model.parameters()).device
+        self.sharded = policy.sharded = bool(accelerator.is_fsdp2)
+        self.twin = twin(policy, sharded=True) if self.sharded else None
+        """The sampler's model, made while the weights are whole."""
         self.steering = Steering(config.kl)
         spec = parse(config.kl.reference)
+        # Before the launcher wraps the model: an adapter of the reference's is sharded along with it.
         self.reference: Reference = anchor(policy, self._forward, spec, run, on_cpu=config.kl.reference_on_cpu)
+        self.module, self.optimizer = accelerator.prepare(policy, adamw(policy, config.optim))
+        if self.sharded:
+            self.reference.shard(accelerator)
+        self.device = next(policy.model.parameters()).device
+        self.trained = list(policy.trainable().values())
+        self.scale_lora: Callable[[float], None] | None = None
         self.applied = 0
         """Updates made by this process."""
         self.skipped = 0
@@ -128,9 +137,10 @@ class Learner:
             sampler_kl=per_token["kl/sampler/k1"],
             moved=moved,
         )
+        self.settle()
         if self.reference.after_step(step):
             self.steering.new_reference()  # the next batch's KL will be to another reference
-        metrics = {**per_token, "kl/steered": kl, "kl/beta": priced, **_band(kl, self.config.kl.target)}
+        metrics = {**per_token, "kl/steered": kl, "kl/beta": priced, **band(kl, self.config.kl.target)}
         if clamped is not None:
             metrics |= {
                 "kl/clamp/before": clamped.kl_before,
@@ -140,28 +150,9 @@ class Learner:
                 "kl/clamp/level": self.steering.gauge_state.level,
             }
         metrics |= {name: sums.mean(name) for name in sums.names() if name.startswith(("loss/", "policy/"))}
-        metrics |= self._reward_metrics(rollout, scored, prepared)
+        metrics |= {**reward_metrics(rollout, scored, self.reduce), "policy/spread": prepared.spread}
         metrics |= {"train/skipped": float(self.skipped), "train/lr": self._lr(step), "train/grad_norm": self.grad_norm}
         return Outcome(metrics, alarms, token_kl)
-
-    def _reward_metrics(self, rollout: Rollout, scored: Scored, prepared: Prepared) -> dict[str, float]:
-        tally = Tally(self.reduce)
-        valid = scored.valid
-        tally.add("reward/mean", scored.total[valid].double().sum(), valid.sum())
-        tally.add("square", (scored.total[valid].double() ** 2).sum(), valid.sum())
-        for name, part in scored.parts.items():
-            tally.add(f"reward/{name}", part[valid].double().sum(), valid.sum())
-        tally.add("reward/failed", (~valid).sum().double(), torch.ones(()))
-        tally.add("length/mean", rollout.mask.sum().double(), torch.tensor(len(rollout)))
-        if rollout.ended is not None:
-            tally.add("length/ended", rollout.ended.sum().double(), torch.tensor(len(rollout)))
-        sums = tally.totals()
-        metrics = {name: sums.mean(name) for name in sums.names() if name != "square"}
-        metrics["reward/std"] = math.sqrt(max(sums.mean("square") - metrics["reward/mean"] ** 2, 0.0))
-        metrics["reward/failed"] = sums.total("reward/failed")
-        metrics["train/tokens"] = sums.total("length/mean")
-        metrics["policy/spread"] = prepared.spread
-        return metrics
 
     def _first_price(self, spread: float, mask: Tensor) -> None:
         """Feed-forward from the first batch; every process has the same numbers."""
@@ -258,8 +249,7 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * self._factor(step)
         limit = self.config.optim.max_grad_norm or math.inf
-        norm = self.accelerator.clip_grad_norm_(list(self.policy.trainable().values()), limit)
-        self.grad_norm = float(norm)
+        self.grad_norm = float(whole(self.accelerator.clip_grad_norm_(self.trained, limit)))
         if math.isfinite(self.grad_norm):
             self.optimizer.step()
             self.applied += 1
@@ -303,35 +293,17 @@ class Learner:
         return tally.totals().mean("kl")
 
     def _anchors(self, rollout: Rollout) -> Callable[[Part], Anchor]:
-        """The reference's states of any part of the rollout, computed once where they fit in memory."""
-        cache: dict[str, Any] = {}
+        """The reference's states of any part of the rollout."""
 
         def fresh(piece: Part) -> Anchor:
             with self._autocast():
                 return self.reference.states(piece)
 
-        def fill() -> None:
-            everything = torch.arange(len(rollout), device=self.device)
-            for piece in parts(rollout, everything, self.config.optim.micro_batch):
-                found = fresh(piece)
-                states = found.states
-                if "states" not in cache:
-                    size = rollout.mask.numel() * states.shape[-1] * states.element_size()
-                    if size > CACHE_BYTES:
-                        cache["too large"] = True
-                        return
-                    cache["states"] = states.new_zeros(*rollout.mask.shape, states.shape[-1])
-                    cache["head"] = found.head
-                piece.put(cache["states"], states)
+        def agree(mine: bool) -> bool:
+            # A sharded reference is computed by all processes together, so they keep its states or none does.
+            return bool(self.reduce(torch.tensor(float(mine))) > 0) if self.sharded else mine
 
-        def of(piece: Part) -> Anchor:
-            if not cache:
-                fill()
-            if "too large" in cache:
-                return fresh(piece)
-            return Anchor(cache["states"][piece.rows, piece.columns], cache["head"])
-
-        return of
+        return Recall(fresh, rollout, self.config.optim.micro_batch, agree)
 
     def _tally_kl(self, rollout: Rollout, prepared: Prepared, seen: Look, tally: Tally) -> None:
         counted = prepared.counted
@@ -364,13 +336,28 @@ class Learner:
         return self.steering.clamp(measure, self._scaler(origin), origin_kl=began)
 
     def _scaler(self, origin: dict[str, Tensor] | None) -> Callable[[float], None]:
+        self.settle()
         if isinstance(self.reference, AdapterOff):
-            return lora_scaler(self.policy.model, ADAPTER)
-        fixed = self.reference.origin()
-        return weights_scaler(self.policy.model, fixed if fixed is not None else origin or {})
+            # Finding the matrices takes longer than scaling them, and they stay the same through a run.
+            scale = self.scale_lora = self.scale_lora or lora_scaler(self.policy.model, ADAPTER)
+        else:
+            fixed = self.reference.origin()
+            scale = weights_scaler(self.policy.model, fixed if fixed is not None else origin or {})
+
+        def settled(s: float) -> None:
+            self.settle()
+            scale(s)
+
+        return settled
+
+    def settle(self) -> None:
+        """Leave the weights in their shards, before they are read or written outside a forward pass."""
+        if self.sharded:
+            settle(self.policy)
 
     def _origin(self) -> dict[str, Tensor] | None:
         """The weights before the step, where the clamp will have to backtrack to them."""
+        self.settle()
         backtracks = self.config.kl.clamp_limit is not None and not isinstance(self.reference, AdapterOff)
         return snapshot(self.policy.model) if backtracks and self.reference.origin() is None else None
 
@@ -409,11 +396,5 @@ def _keep(into: Look, piece: Part, stats: TokenStats) -> None:
     """What was seen of a part, in its place in the batch."""
     assert stats.ref_logp is not None, "the learner always has a reference"
     assert stats.kl is not None, "and its exact KL"
-    for whole, values in ((into.logp, stats.logp), (into.ref_logp, stats.ref_logp), (into.kl, stats.kl)):
-        piece.put(whole, values.detach())
-
-
-def _band(kl: float, target: float | None) -> dict[str, float]:
-    if target is None:
-        return {}
-    return {"kl/target": target, "kl/in_band": float(abs(kl / target - 1) <= 0.2)}
+    for all_of_it, values in ((into.logp, stats.logp), (into.ref_logp, stats.ref_logp), (into.kl, stats.kl)):
+        piece.put(all_of_it, values.detach())

@@ -13,7 +13,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -28,6 +27,7 @@ from klamp.train.anchors import check_reference
 from klamp.train.batch import Rollout
 from klamp.train.config import TrainConfig
 from klamp.train.display import Display
+from klamp.train.launch import make_accelerator
 from klamp.train.learner import Learner, Outcome, TrainingError
 from klamp.train.policy import build
 from klamp.train.preflight import preflight
@@ -60,7 +60,7 @@ class Trainer:
             trust_remote_code=config.trust_remote_code,
         )
         self.scorer = Scorer(config.reward, rewards)
-        self.accelerator = _accelerator(config)
+        self.accelerator = make_accelerator(config)
         _check_processes(config, self.accelerator.num_processes)
         checkpoint.seed_everything(config.seed, self.accelerator.process_index)
         if config.deterministic:
@@ -71,7 +71,7 @@ class Trainer:
         self._check_context(context)
         with _together(self.accelerator, config):
             self.learner = _learner(config, self.accelerator)
-        self.sampler = Sampler(self.learner.policy, self.tokenizer, config.rollout, context)
+        self.sampler = Sampler(self.learner.policy, self.tokenizer, config.rollout, context, self.learner.twin)
         self.display = Display(config.steps, quiet=quiet or not self.accelerator.is_main_process)
         self.stop = Stop()
 
@@ -292,20 +292,6 @@ def _lost(error: RuntimeError) -> bool:
     """Whether this is how torch says that a process cannot be reached; gloo has only words for it."""
     signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out", "timeout", "NCCL")
     return isinstance(error, torch.distributed.DistError) or any(sign in str(error) for sign in signs)
-
-
-def _accelerator(config: TrainConfig) -> Any:
-    from accelerate import Accelerator
-    from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
-
-    kwargs = [
-        DistributedDataParallelKwargs(broadcast_buffers=False),
-        InitProcessGroupKwargs(timeout=timedelta(seconds=config.process_timeout)),
-    ]
-    cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
-    return Accelerator(
-        cpu=cpu, log_with=config.track, project_dir=config.run, kwargs_handlers=kwargs, mixed_precision="no"
-    )
 
 
 def _context(config: TrainConfig) -> int | None:

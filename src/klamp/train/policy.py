@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from klamp.errors import ConfigError
 from klamp.kernels import HeadSpec, TokenStats, head_of, token_stats, token_stats_from_logits
+from klamp.train import lean
 from klamp.train.batch import Part
 from klamp.train.config import TrainConfig
 
@@ -46,12 +47,30 @@ class Policy(nn.Module):
         self.model = model
         self.temperature = temperature
         self.lora = lora
+        self.sharded = False
+        """Whether FSDP2 holds the weights."""
+        self.layers: list[Any] = []
+        """The LoRA layers."""
+        self.find_layers()
         self.value: nn.Linear | None = None
         if value_head:
             hidden = int(_text_config(model).hidden_size)
             self.value = nn.Linear(hidden, 1, device=next(model.parameters()).device, dtype=torch.float32)
             nn.init.zeros_(self.value.weight)
             nn.init.zeros_(self.value.bias)
+
+    def find_layers(self) -> None:
+        """Look for LoRA layers again: an adapter that is loaded later may bring some."""
+        if self.lora:
+            lean.lean_lora(self.model)
+            self.layers = lean.lora_layers(self.model)
+        if next(self.model.parameters()).device.type == "cuda":  # a CPU gains nothing, and its runs stay as recorded
+            lean.lean_norms(self.model)
+
+    @property
+    def _no_split_modules(self) -> Any:
+        """The layers that a launcher shards one by one: what transformers names them."""
+        return getattr(self.model, "_no_split_modules", None)
 
     @property
     def head(self) -> HeadSpec | None:
@@ -69,6 +88,8 @@ class Policy(nn.Module):
             hidden, last = out.logits[:, before], out.hidden_states[-1][:, before] if values else None
         else:
             hidden = last = head.backbone(**inputs, use_cache=False).last_hidden_state[:, before]
+        if self.sharded:
+            hidden = hidden.clone()  # FSDP2 hooks what a forward pass returns, and a view would lose the hook
         if not values or self.value is None or last is None:
             return States(hidden)
         return States(hidden, self.value(last.float()).squeeze(-1))
@@ -81,13 +102,17 @@ class Policy(nn.Module):
     def without_adapter(self) -> Iterator[None]:
         """The base model: LoRA switched off, on again afterwards whatever happens."""
         model: Any = self.model
-        with model.disable_adapter():
+        with lean.adapter(self.layers, None) if lean.only_lora(model) else model.disable_adapter():
             yield
 
     @contextlib.contextmanager
     def with_adapter(self, name: str) -> Iterator[None]:
         """Another adapter of the same base in place of the trained one."""
         model: Any = self.model
+        if lean.only_lora(model):
+            with lean.adapter(self.layers, name):
+                yield
+            return
         trained = [p for p in self.model.parameters() if p.requires_grad]
         model.set_adapter(name)
         try:

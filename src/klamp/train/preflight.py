@@ -21,6 +21,7 @@ from klamp.train.batch import Rollout
 from klamp.train.data import mix
 from klamp.train.learner import Learner
 from klamp.train.rewards import Scored
+from klamp.train.sharded import share, whole
 
 ROWS = 8
 """Sequences looked at."""
@@ -76,6 +77,7 @@ def _pull(learner: Learner, rollout: Rollout) -> float:
     There the two must be apart: a fresh adapter is 0, so one that stays on in the reference shows only when it moves.
     """
     model, steering = learner.policy.model, learner.steering
+    learner.settle()
     saved, state = snapshot(model), steering.state
     generator = torch.Generator().manual_seed(mix(learner.config.seed, 7))
     try:
@@ -83,7 +85,7 @@ def _pull(learner: Learner, rollout: Rollout) -> float:
         with torch.no_grad():
             for p in (p for p in model.parameters() if p.requires_grad):
                 noise = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
-                p.add_(noise, alpha=0.02)
+                p.add_(share(noise, p), alpha=0.02)
         anchors = learner._anchors(rollout)
         look = learner._look(rollout, anchors)
         _apart(learner, look.kl, rollout.mask)
@@ -94,14 +96,25 @@ def _pull(learner: Learner, rollout: Rollout) -> float:
         prepared = replace(prepared, returns=None)
         rows = torch.arange(len(rollout), device=learner.device)
         loss = learner.loss_of(rollout, rows, prepared, anchors)
-        grads = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
-        return math.sqrt(sum(float(g.float().square().sum()) for g in grads if g is not None))
+        return math.sqrt(sum(float(whole(g.float().square().sum())) for g in _gradients(learner, loss)))
     finally:
         steering.state = state
+        learner.settle()
         with torch.no_grad():
             for name, p in model.named_parameters():
                 if name in saved:
                     p.copy_(saved[name])
+
+
+def _gradients(learner: Learner, loss: Tensor) -> list[Tensor]:
+    """The gradients of the trained weights. Shards get theirs from a backward pass alone, which is undone."""
+    trained = [p for p in learner.policy.model.parameters() if p.requires_grad]
+    if not learner.sharded:
+        return [g for g in torch.autograd.grad(loss, trained, allow_unused=True) if g is not None]
+    loss.backward()  # type: ignore[no-untyped-call]
+    grads = [p.grad for p in learner.trained if p.grad is not None]
+    learner.optimizer.zero_grad(set_to_none=True)
+    return grads
 
 
 def _apart(learner: Learner, kl: Tensor, mask: Tensor) -> None:

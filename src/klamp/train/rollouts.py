@@ -1,13 +1,11 @@
 """Sampling: batched, with the log-probs of the tokens returned beside them, from weights of its own.
 
-The sampler is a plain copy of the model whose untouched parameters are shared and whose LoRA layers hold merged
-weights in buffers of their own, so that sampling costs no adapter and the base stays untouched to the bit. The cache
-is static; on a GPU the decoding step is captured once as a CUDA graph and replayed.
+The sampler's model is the policy's :mod:`~klamp.train.twin`. The cache is static; on a GPU the decoding step is
+captured once as a CUDA graph and replayed.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +16,8 @@ from klamp.errors import ConfigError
 from klamp.train.batch import Rollout
 from klamp.train.config import RolloutConfig
 from klamp.train.decode import Decoder
-from klamp.train.policy import ADAPTER, Policy
+from klamp.train.policy import Policy
+from klamp.train.twin import Twin, twin
 
 BUCKET = 32
 """On a GPU prompts are padded to a multiple of this, so that few CUDA graphs serve all of them."""
@@ -27,21 +26,24 @@ BUCKET = 32
 class Sampler:
     """Draws completions from the current policy. Make it before training starts; ``refresh`` after every update."""
 
-    def __init__(self, policy: Policy, tokenizer: Any, config: RolloutConfig, context: int | None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        tokenizer: Any,
+        config: RolloutConfig,
+        context: int | None,
+        whole_twin: Twin | None = None,
+    ) -> None:
+        """``whole_twin`` is the sampler's model where it had to be made before the policy was sharded."""
         self.policy, self.tokenizer, self.config, self.context = policy, tokenizer, config, context
-        self.model, self.merged = _twin(policy)
+        self.twin = whole_twin or twin(policy)
+        self.model = self.twin.model
         self.end = end_ids(tokenizer, self.model)
         self.decoder = Decoder(self.model, config.temperature, config.top_p, self.end, int(tokenizer.pad_token_id))
 
-    @torch.no_grad()
     def refresh(self) -> None:
-        """``W + alpha/r · B A`` into the sampler's own buffers; a fully trained model shares its weights already."""
-        for buffer, layer in self.merged:
-            delta = layer.get_delta_weight(ADAPTER)
-            base = layer.get_base_layer().weight
-            torch.add(base, delta.to(base.dtype), out=buffer) if base.dtype == delta.dtype else buffer.copy_(
-                base.float() + delta.float()
-            )
+        """Sample from the policy's weights as they are now; every process calls."""
+        self.twin.refresh()
 
     @torch.no_grad()
     def sample(self, prompts: Sequence[Sequence[int]], texts: Sequence[str], generator: torch.Generator) -> Rollout:
@@ -100,34 +102,6 @@ def context_of(model: Any) -> int | None:
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     length = getattr(config, "max_position_embeddings", None)
     return int(length) if length else None
-
-
-def _twin(policy: Policy) -> tuple[Any, list[tuple[Tensor, Any]]]:
-    """A plain model that shares every parameter with the policy but the LoRA layers', and those with their layers."""
-    if not policy.lora:
-        return policy.model, []
-    peft_model: Any = policy.model
-    base = peft_model.get_base_model()
-    from peft.tuners.lora import LoraLayer
-
-    layers = {name: m for name, m in base.named_modules() if isinstance(m, LoraLayer)}
-    # deepcopy with every tensor already in the memo copies the modules and shares the tensors.
-    memo: dict[int, Any] = {id(t): t for t in (*base.parameters(), *base.buffers())}
-    twin = copy.deepcopy(base, memo)
-    merged = []
-    for name, layer in layers.items():
-        inner = layer.get_base_layer()
-        if type(inner) is not nn.Linear:
-            raise ConfigError(
-                f"LoRA on {name}, a {type(inner).__name__}, cannot be sampled from. Use linear lora.targets."
-            )
-        plain = nn.Linear(inner.in_features, inner.out_features, bias=inner.bias is not None, device="meta")
-        plain.weight = nn.Parameter(inner.weight.detach().clone(), requires_grad=False)
-        plain.bias = inner.bias
-        parent, _, leaf = name.rpartition(".")
-        setattr(twin.get_submodule(parent), leaf, plain)
-        merged.append((plain.weight.data, layer))
-    return twin.eval(), merged
 
 
 def _pad_left(rows: list[list[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:

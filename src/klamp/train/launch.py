@@ -1,0 +1,120 @@
+"""What the launcher asked for: one process, DDP, FSDP2 or DeepSpeed; what cannot work is refused before any weights.
+
+``torchrun`` gives DDP. ``accelerate launch --config_file`` says the rest through its environment, which accelerate
+reads by itself; klamp adds no settings of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from klamp.errors import ConfigError
+from klamp.train.config import TrainConfig
+
+
+def make_accelerator(config: TrainConfig) -> Any:
+    """The accelerator for this process."""
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+
+    cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
+    check_launch(os.environ, config, cpu=cpu)
+    accelerator = Accelerator(
+        cpu=cpu,
+        log_with=config.track,
+        project_dir=config.run,
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(broadcast_buffers=False),
+            InitProcessGroupKwargs(timeout=timedelta(seconds=config.process_timeout)),
+        ],
+        mixed_precision="no",
+    )
+    if cpu and _asked(os.environ, "ACCELERATE_USE_FSDP"):
+        _shard_on_cpu(accelerator)
+    if accelerator.distributed_type == "DEEPSPEED":
+        _settle_deepspeed(accelerator.deepspeed_plugin.deepspeed_config, config, accelerator.num_processes)
+    return accelerator
+
+
+def check_launch(asked: Mapping[str, str], config: TrainConfig, *, cpu: bool) -> None:
+    """Refuse what the environment of ``accelerate launch`` asks for and klamp cannot do."""
+    if _asked(asked, "ACCELERATE_USE_MEGATRON_LM") or _asked(asked, "ACCELERATE_USE_PARALLELISM_CONFIG"):
+        raise ConfigError(
+            "the accelerate configuration asks for Megatron-LM or a parallelism_config. klamp trains with DDP, FSDP2 "
+            "or DeepSpeed: remove it, or set distributed_type to FSDP with fsdp_version: 2."
+        )
+    if _asked(asked, "ACCELERATE_USE_FSDP"):
+        _check_fsdp(asked, cpu=cpu)
+    if _asked(asked, "ACCELERATE_USE_DEEPSPEED"):
+        _check_deepspeed(asked, config, cpu=cpu)
+
+
+def _check_fsdp(asked: Mapping[str, str], *, cpu: bool) -> None:
+    """FSDP2 with whole weights at hand when the model is made; the sampler's copy needs them."""
+    if asked.get("FSDP_VERSION", "1") != "2":
+        raise ConfigError(
+            f"fsdp_version {asked.get('FSDP_VERSION', '1')} is not supported: its flat parameters have no names to "
+            "save or scale by. Set fsdp_version: 2 in the accelerate configuration."
+        )
+    if "LOCAL_RANK" not in asked:
+        raise ConfigError("FSDP2 needs a launcher, with one process too: accelerate launch, or torchrun.")
+    if cpu and torch.cuda.is_available():
+        raise ConfigError("FSDP2 shards over the GPUs it sees, and device is cpu. Set CUDA_VISIBLE_DEVICES= as well.")
+    for name, why in (
+        ("FSDP_OFFLOAD_PARAMS", "klamp scales, samples from and saves weights where they are"),
+        ("FSDP_CPU_RAM_EFFICIENT_LOADING", "every process samples, and so loads the whole model"),
+        ("FSDP_ACTIVATION_CHECKPOINTING", "it renames the layers; lower optim.micro_batch to save memory"),
+    ):
+        if _asked(asked, name):
+            raise ConfigError(f"{name.lower()} is on in the accelerate configuration: {why}. Set it to false.")
+
+
+def _check_deepspeed(asked: Mapping[str, str], config: TrainConfig, *, cpu: bool) -> None:
+    """ZeRO 0 passes through: from stage 1 on DeepSpeed keeps the weights that count where nobody else reaches them."""
+    from accelerate.utils import DeepSpeedPlugin
+    from accelerate.utils.imports import is_deepspeed_available
+
+    if not is_deepspeed_available():
+        raise ConfigError("the accelerate configuration asks for DeepSpeed, which is not installed: pip install it.")
+    if cpu:
+        raise ConfigError("accelerate runs DeepSpeed on GPUs alone, and device is cpu. Use torchrun (DDP) or FSDP2.")
+    stage = int(DeepSpeedPlugin().zero_stage)
+    if stage > 0:
+        raise ConfigError(
+            f"DeepSpeed ZeRO stage {stage} is refused: "
+            + ("its parameters are empty between passes, so nothing can be sampled from them. " if stage == 3 else "")
+            + "Its optimiser trains a copy of the weights of its own, which the clamp cannot scale, and saves it by "
+            "pickle. Set zero_stage: 0, or use FSDP2, which shards the same state."
+        )
+    if config.optim.micro_batch:
+        raise ConfigError(
+            f"optim.micro_batch {config.optim.micro_batch} and DeepSpeed: its engine steps at every backward pass. "
+            "Set optim.micro_batch to 0, or use DDP or FSDP2."
+        )
+
+
+def _settle_deepspeed(settings: dict[str, Any], config: TrainConfig, processes: int) -> None:
+    """What DeepSpeed's configuration left open, from klamp's; one backward pass is one step."""
+    share = config.rollout.prompts * config.rollout.group_size // processes // config.algorithm.minibatches
+    settings["train_micro_batch_size_per_gpu"] = max(1, share)
+    settings["gradient_accumulation_steps"] = 1
+    settings["gradient_clipping"] = config.optim.max_grad_norm or 0.0
+
+
+def _shard_on_cpu(accelerator: Any) -> None:
+    """accelerate shards on GPUs alone; torch does it with gloo as well, which is how the tests of it run anywhere."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
+    accelerator.state.distributed_type = DistributedType.FSDP
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+def _asked(environment: Mapping[str, str], name: str) -> bool:
+    return environment.get(name, "false").lower() in ("true", "1", "yes")

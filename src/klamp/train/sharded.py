@@ -1,0 +1,71 @@
+"""FSDP2: weights that lie in shards over the processes, read and written whole.
+
+Outside a forward pass every parameter is a DTensor, a shard of it on each process. What needs whole weights (sampler,
+checkpoints, hashes) gathers them one at a time; every process takes part in that, so all of them call the same
+functions in the same order. Plain tensors pass through untouched, so the callers need not know.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def whole(x: Tensor) -> Tensor:
+    """All of a tensor, gathered where it is sharded."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def share(x: Tensor, like: Tensor) -> Tensor:
+    """This process's shard of a whole tensor that every process holds, laid out as ``like``; itself where that is."""
+    if not isinstance(like, DTensor) or isinstance(x, DTensor):
+        return x
+    # No source rank: nothing is sent, each process cuts its own part.
+    return distribute_tensor(x.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+@torch.no_grad()
+def put(into: Tensor, value: Tensor) -> None:
+    """Write a whole tensor into a parameter, sharded or not."""
+    into.copy_(share(value.to(into.device, into.dtype), into))
+
+
+def gathered(named: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
+    """Whole tensors in CPU memory by name; a process that does not keep them only takes part in the gathering."""
+    found = {}
+    for name, x in named.items():
+        full = whole(x.detach())
+        if keep:
+            found[name] = full.cpu().contiguous()
+    return found
+
+
+def settle(module: nn.Module) -> None:
+    """Give up whole weights that a forward pass left gathered: reading them is a waste, writing them is lost."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def shard(accelerator: Any, module: nn.Module) -> None:
+    """Shard a second model the way the first one was, by the launcher's configuration."""
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    fsdp2_prepare_model(accelerator, module)
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, shapes and bytes."""
+    total = hashlib.sha256()
+    for name in sorted(tensors):
+        t = whole(tensors[name].detach())
+        total.update(f"{name}{tuple(t.shape)}{t.dtype}".encode())
+        total.update(t.cpu().contiguous().view(torch.uint8).numpy().tobytes() if t.numel() else b"")
+    return total.hexdigest()[:32]

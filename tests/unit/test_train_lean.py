@@ -1,0 +1,167 @@
+"""The lean forward passes give the numbers and gradients of the modules they stand in for."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from klamp.train import lean
+
+
+def model(dtype: torch.dtype = torch.float64) -> Any:
+    """Three query heads to a key head, as SmolLM2 has."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def adapted(dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
+    """The model with a LoRA adapter that does something."""
+    from peft import LoraConfig, get_peft_model
+
+    fields = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora_dropout": 0.0} | settings
+    made = get_peft_model(model(dtype), LoraConfig(task_type="CAUSAL_LM", **fields), autocast_adapter_dtype=False)
+    with torch.no_grad():
+        for name, p in made.named_parameters():
+            if "lora_" in name:
+                p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))) * 0.2)
+    return made
+
+
+def ids() -> Tensor:
+    return torch.randint(32, (3, 7), generator=torch.Generator().manual_seed(1))
+
+
+def outcome(made: Any) -> list[Tensor]:
+    """Logits, and the gradient of every trained weight."""
+    logits = made(input_ids=ids()).logits
+    weights = [p for p in made.parameters() if p.requires_grad]
+    grads = torch.autograd.grad(logits.square().mean(), weights)
+    return [logits.detach(), *grads]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"use_dora": True}], ids=str)
+def test_lora_is_pefts(dtype: torch.dtype, settings: dict[str, Any]) -> None:
+    made = adapted(dtype, **settings)
+    before = outcome(made)
+    lean.lean_lora(made)
+    # float32: one rounding of s·y + x where peft takes two; none where s is a power of two.
+    near = {"rtol": 0, "atol": 0} if settings != {"use_rslora": True} else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(outcome(made), before, **near if dtype == torch.float32 else {"rtol": 1e-9, "atol": 0})
+
+
+def test_an_adapter_wider_than_its_base_is_pefts() -> None:
+    made = adapted(torch.float32)
+    for name, p in made.named_parameters():
+        if "lora_" in name:
+            p.data = p.data.double()
+    before = outcome(made)
+    lean.lean_lora(made)
+    torch.testing.assert_close(outcome(made), before, rtol=0, atol=0)
+
+
+def test_dropout_in_training_is_pefts_business() -> None:
+    made = adapted(lora_dropout=0.5).train()
+    lean.lean_lora(made)
+    torch.manual_seed(3)
+    ours = made(input_ids=ids()).logits
+    torch.manual_seed(4)
+    assert not torch.equal(ours, made(input_ids=ids()).logits)
+
+
+def test_adapters_are_switched_as_peft_switches_them() -> None:
+    made = adapted()
+    made.add_adapter("other", copy.deepcopy(made.peft_config["default"]))
+    made.set_adapter("other")
+    other = made(input_ids=ids()).logits
+    made.set_adapter("default")
+    with made.disable_adapter():
+        base = made(input_ids=ids()).logits
+    policy = made(input_ids=ids()).logits
+    trained = {n for n, p in made.named_parameters() if p.requires_grad}
+    lean.lean_lora(made)
+    layers = lean.lora_layers(made)
+    with lean.adapter(layers, None):
+        torch.testing.assert_close(made(input_ids=ids()).logits, base, rtol=1e-9, atol=1e-12)
+    with lean.adapter(layers, "other"):
+        torch.testing.assert_close(made(input_ids=ids()).logits, other, rtol=1e-9, atol=1e-12)
+        assert {n for n, p in made.named_parameters() if p.requires_grad} == trained
+    with pytest.raises(RuntimeError), lean.adapter(layers, None):
+        raise RuntimeError
+    torch.testing.assert_close(made(input_ids=ids()).logits, policy, rtol=1e-9, atol=1e-12)
+
+
+def test_norms_are_transformers() -> None:
+    made = model(torch.float32)
+    for p in made.parameters():
+        p.requires_grad_(True)
+    before = outcome(made)
+    lean.lean_norms(made)
+    norms = [m for m in made.modules() if type(m).__name__ == "LlamaRMSNorm"]
+    assert all(isinstance(m.forward, lean.NormForward) for m in norms)
+    # transformers computes the norm in float32 whatever it is given, so float64 says nothing here.
+    torch.testing.assert_close(outcome(made), before, rtol=1e-4, atol=1e-6)
+    wide = norms[0](torch.ones(2, 48, dtype=torch.bfloat16))
+    assert wide.dtype == torch.float32, "mixed dtypes take the norm's own way"
+
+
+def decoded(made: Any) -> list[Tensor]:
+    """Logits of a prompt with padding on the left, then of tokens one at a time over a static cache."""
+    from transformers import StaticCache
+
+    cache = StaticCache(config=made.config, max_cache_len=12)
+    visible = torch.zeros(3, 12, dtype=torch.bool)
+    visible[:, :7] = torch.tensor([[1] * 7, [0] * 2 + [1] * 5, [0] * 4 + [1] * 3], dtype=torch.bool)
+    causal = torch.ones(7, 12, dtype=torch.bool).tril()
+    mask = (visible[:, None, None, :] | torch.eye(7, 12, dtype=torch.bool)) & causal
+    positions = (visible[:, :7].long().cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        out = [made(input_ids=ids(), attention_mask=mask, position_ids=positions, past_key_values=cache).logits[:, -1]]
+        for t in range(3):
+            visible[:, 7 + t] = True
+            token = {"input_ids": ids()[:, t : t + 1], "position_ids": positions[:, -1:] + t + 1}
+            out.append(made(**token, attention_mask=visible[:, None, None], past_key_values=cache).logits[:, -1])
+    return out
+
+
+def test_decoding_is_transformers() -> None:
+    made = model(torch.float32)
+    before = decoded(made)
+    lean.lean_decoding(made)
+    assert made.config._attn_implementation == lean.GROUPED
+    # Other orders of float32 sums, and norms with one rounding fewer.
+    torch.testing.assert_close(decoded(made), before, rtol=1e-4, atol=1e-5)
+
+
+def test_without_a_mask_of_its_own_grouped_attention_is_sdpa() -> None:
+    made = model(torch.float32)
+    attention = torch.tensor([[1] * 7, [0] * 2 + [1] * 5, [1] * 7])
+    before = made(input_ids=ids(), attention_mask=attention).logits
+    lean.lean_decoding(made)
+    torch.testing.assert_close(made(input_ids=ids(), attention_mask=attention).logits, before, rtol=1e-4, atol=1e-5)
+
+
+def test_a_copy_of_a_lean_model_runs_on_its_own_weights() -> None:
+    made = model(torch.float32)
+    lean.lean_norms(made)
+    other = copy.deepcopy(made)
+    with torch.no_grad():
+        for p in made.parameters():
+            p.zero_()
+    assert float(other(input_ids=ids()).logits.detach().abs().max()) > 0
+    assert other.model.norm.forward.norm is other.model.norm
