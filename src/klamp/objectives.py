@@ -57,7 +57,7 @@ def gae(
     same_shape(rewards=rewards, values=values)
     keep = as_mask(mask, rewards)
     r, v = select(wide("rewards", rewards), keep), select(wide("values", values), keep)
-    advantage, after = torch.zeros_like(r[..., 0]), torch.zeros_like(r[..., 0])
+    advantage, after = r.new_zeros(r.shape[:-1]), r.new_zeros(r.shape[:-1])  # also where there is no token at all
     columns = []
     for t in reversed(range(r.shape[-1])):
         delta = r[..., t] + gamma * after - v[..., t]

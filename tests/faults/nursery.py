@@ -74,7 +74,7 @@ class Nursery:
         )
 
     def klamp(self, *args: object, limit: int | None = None, bound: bool = False, cwd: Path | None = None) -> Child:
-        """Start ``klamp ARGS``; ``limit``: bytes of the largest file it may write; ``bound`` by permissions, root too."""
+        """Start ``klamp ARGS``; ``limit``: bytes of the largest file it may write; ``bound``: permissions bind it."""
         started = self.ask(do="start", args=[str(a) for a in args], limit=limit, bound=bound, cwd=cwd and str(cwd))
         return Child(self, started["pid"])
 

@@ -59,6 +59,11 @@ def _start_kl(learner: Learner, rollout: Rollout) -> float:
     look = learner._look(rollout, learner._anchors(rollout))
     total, count = sum_count(look.kl, rollout.mask)
     kl = float(total / count.clamp(min=1))
+    if not math.isfinite(kl):
+        raise PreflightError(
+            f"the KL of the first batch is {kl}: the policy or its reference {learner.reference.spec} gives log-probs "
+            "that are not finite. Check their weights, and whether dtype holds them."
+        )
     fresh = learner.steering.state is None
     spec = learner.reference.spec
     same = isinstance(spec, Base | Ema | Periodic | StepLag) or (isinstance(spec, CheckpointStep) and spec.step == 0)
