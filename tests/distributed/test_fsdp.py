@@ -83,6 +83,7 @@ def work(folder: Path, names: list[str]) -> None:
             found[name] = one_step(config)
         else:
             made = Trainer(config, quiet=True)
+            made.accelerator.end_training = lambda: None  # it ends the process group, which the next run needs
             made.run()
             found[name] = {"weights": weights(made), "state": made.learner.steering.state_dict()}
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
@@ -164,7 +165,8 @@ def test_a_run_under_the_clamp_is_resumed_to_the_bit(make_config: Any, tmp_path:
         ours, theirs = (timeless(folder / name) for folder in (straight, broken))
         assert ours == theirs
         assert sum(row["kl/clamp/effort"] for row in ours) > 0.1, "the clamp worked"
-        assert all(row["kl/clamp/after"] <= row["kl/clamp/limit"] * (1 + 1e-6) for row in ours)
+        # A step that starts above its limit (the average it is held to moves) ends no higher than it began.
+        assert all(row["kl/clamp/after"] <= max(row["kl/clamp/limit"], row["kl/steered"]) * (1 + 1e-6) for row in ours)
 
 
 @pytest.mark.slow

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from klamp import estimators as e
+from klamp.kernels import TokenStats
 from klamp.masked import select, sum_count
 from klamp.objectives import gae, group_advantages, whiten
 from klamp.placements import in_reward
-from klamp.train.batch import Rollout
+from klamp.train.batch import Part, Rollout
 from klamp.train.config import KLConfig, TrainConfig
 from klamp.train.rewards import Scored
 
@@ -38,6 +39,13 @@ class Look:
         """Zeros in the shape of the rollout's tokens, to be filled part by part."""
         logp, ref_logp, kl, value = (torch.zeros(rollout.mask.shape, device=rollout.mask.device) for _ in range(4))
         return Look(logp, ref_logp, kl, value if values else None)
+
+    def keep(self, piece: Part, stats: TokenStats) -> None:
+        """What was seen of a part, in its place in the batch."""
+        assert stats.ref_logp is not None, "the learner always has a reference"
+        assert stats.kl is not None, "and its exact KL"
+        for whole, values in ((self.logp, stats.logp), (self.ref_logp, stats.ref_logp), (self.kl, stats.kl)):
+            piece.put(whole, values.detach())
 
 
 @dataclass(frozen=True)

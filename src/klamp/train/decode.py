@@ -60,6 +60,9 @@ class Decoder:
         logp = (logits.float() / self.temperature).log_softmax(-1)
         if self.top_p < 1:
             logp = nucleus(logp, self.top_p)
+        if logp.device.type == "cuda":
+            token = race(logp, generator)
+            return token.squeeze(1), logp.gather(1, token).squeeze(1)
         # The inverse of the cumulative distribution: one random number a row, where multinomial takes one a token.
         total = logp.double().exp().cumsum(-1)
         uniform = torch.rand(len(logp), 1, dtype=torch.float64, device=logp.device, generator=generator)
@@ -166,6 +169,16 @@ class Slot:
     def _restore(self, saved: list[tuple[Tensor, Tensor]]) -> None:
         for tensor, value in saved:
             tensor.copy_(value)
+
+
+def race(logp: Tensor, generator: torch.Generator) -> Tensor:
+    """``argmax_a logp_a - log E_a`` [n, 1] with E exponential: token a with probability ``exp(logp_a)``.
+
+    Of independent clocks with rates p_a, a rings first with probability p_a. Where random numbers are cheap this is
+    two passes over the row; the cumulative distribution needs five, in float64.
+    """
+    clock = torch.empty_like(logp).exponential_(generator=generator)
+    return (logp - clock.clamp_(min=torch.finfo(logp.dtype).tiny).log_()).argmax(-1, keepdim=True)
 
 
 def nucleus(logp: Tensor, top_p: float) -> Tensor:

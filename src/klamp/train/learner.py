@@ -175,13 +175,14 @@ class Learner:
                 if count == 0:  # every reward failed: Adam's momentum alone is no step
                     self.skipped += 1
                     continue
+                self._set_rate(step)
                 pieces = list(parts(rollout, rows, size))
                 for i, piece in enumerate(pieces):
                     with self._sync(last=i + 1 == len(pieces)):
                         loss, stats = self._loss(piece, prepared, anchors(piece), count, tally if epoch == 0 else None)
                         self.accelerator.backward(loss * self.accelerator.num_processes)
                     if epoch == 0:
-                        _keep(met, piece, stats)
+                        met.keep(piece, stats)
                 self._apply(step)
         return met
 
@@ -245,9 +246,7 @@ class Learner:
         return advantages, None, nothing
 
     def _apply(self, step: int) -> None:
-        """Clip, step, and skip a step whose gradient is not finite."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * self._factor(step)
+        """Clip, step, and skip a step whose gradient is not finite; DeepSpeed has done the first two by now."""
         limit = self.config.optim.max_grad_norm or math.inf
         self.grad_norm = float(whole(self.accelerator.clip_grad_norm_(self.trained, limit)))
         if math.isfinite(self.grad_norm):
@@ -255,12 +254,16 @@ class Learner:
             self.applied += 1
         else:
             self.skipped += 1
-            if self.config.optim.on_nonfinite == "stop":
+            if self.config.optim.on_nonfinite == "stop" or self.accelerator.distributed_type == "DEEPSPEED":
                 raise TrainingError(
                     f"the gradient of step {step} is {self.grad_norm}. Look at this step's samples and rewards, lower "
-                    "optim.lr, or set optim.on_nonfinite=skip to leave such steps out."
+                    "optim.lr, or set optim.on_nonfinite=skip to leave such steps out (not with DeepSpeed)."
                 )
         self.optimizer.zero_grad(set_to_none=True)
+
+    def _set_rate(self, step: int) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * self._factor(step)
 
     # -- measuring --------------------------------------------------------------------------------------------------
 
@@ -272,7 +275,7 @@ class Learner:
             with self._autocast():
                 states = self.module(piece, values=self.policy.value is not None)
                 stats = self.policy.stats(piece, states.hidden, anchors(piece))
-            _keep(seen, piece, stats)
+            seen.keep(piece, stats)
             if states.values is not None and seen.values is not None:
                 piece.put(seen.values, states.values)
         return seen
@@ -390,11 +393,3 @@ class Learner:
 
     def _lr(self, step: int) -> float:
         return self.config.optim.lr * self._factor(step)
-
-
-def _keep(into: Look, piece: Part, stats: TokenStats) -> None:
-    """What was seen of a part, in its place in the batch."""
-    assert stats.ref_logp is not None, "the learner always has a reference"
-    assert stats.kl is not None, "and its exact KL"
-    for all_of_it, values in ((into.logp, stats.logp), (into.ref_logp, stats.ref_logp), (into.kl, stats.kl)):
-        piece.put(all_of_it, values.detach())
