@@ -73,9 +73,17 @@ class Nursery:
             text=True,
         )
 
-    def klamp(self, *args: object, limit: int | None = None, bound: bool = False, cwd: Path | None = None) -> Child:
+    def klamp(
+        self,
+        *args: object,
+        limit: int | None = None,
+        bound: bool = False,
+        cwd: Path | None = None,
+        env: dict[str, str] | None = None,
+    ) -> Child:
         """Start ``klamp ARGS``; ``limit``: bytes of the largest file it may write; ``bound``: permissions bind it."""
-        started = self.ask(do="start", args=[str(a) for a in args], limit=limit, bound=bound, cwd=cwd and str(cwd))
+        words, place = [str(a) for a in args], None if cwd is None else str(cwd)
+        started = self.ask(do="start", args=words, limit=limit, bound=bound, cwd=place, env=env or {})
         return Child(self, started["pid"])
 
     def ask(self, **request: Any) -> dict[str, Any]:
@@ -140,6 +148,7 @@ def _start(request: dict[str, Any], pipes: dict[int, int]) -> int:
 
 
 def _confine(request: dict[str, Any]) -> None:
+    os.environ.update(request["env"])
     if request["cwd"]:
         os.chdir(request["cwd"])
         sys.path.insert(0, request["cwd"])
