@@ -60,12 +60,21 @@ def disk_errno(error: BaseException) -> int | None:
     return number if number in DISK else None
 
 
+def shown(value: object, most: int = 200) -> str:
+    """``repr(value)``, cut: a message is a line, whatever the value is."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a whole number of thousands of digits; nesting without end
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 def unknown(field: str, value: object, choices: Iterable[str]) -> ConfigError:
     """The error for a name that is not one of ``choices``, with the nearest one as the way out."""
     known = sorted(choices)
-    near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches((value if isinstance(value, str) else shown(value))[:200], known, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return ConfigError(f"{field} {value!r} is not known.{hint} Choose from: {', '.join(known)}.")
+    return ConfigError(f"{field} {shown(value)} is not known.{hint} Choose from: {', '.join(known)}.")
 
 
 def require_number(
@@ -79,12 +88,12 @@ def require_number(
     """``value`` as a float, or the ConfigError that names ``field``, the value and ``way_out``."""
     try:
         number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise ConfigError(f"{field} must be a number, got {value!r}. {way_out}") from None
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigError(f"{field} must be a number, got {shown(value)}. {way_out}") from None
     if isinstance(value, bool) or not math.isfinite(number):
-        raise ConfigError(f"{field} must be a finite number, got {value!r}. {way_out}")
+        raise ConfigError(f"{field} must be a finite number, got {shown(value)}. {way_out}")
     if above is not None and number <= above:
-        raise ConfigError(f"{field} must be > {above:g}, got {value!r}. {way_out}")
+        raise ConfigError(f"{field} must be > {above:g}, got {shown(value)}. {way_out}")
     if at_least is not None and number < at_least:
-        raise ConfigError(f"{field} must be >= {at_least:g}, got {value!r}. {way_out}")
+        raise ConfigError(f"{field} must be >= {at_least:g}, got {shown(value)}. {way_out}")
     return number

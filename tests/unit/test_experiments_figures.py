@@ -159,10 +159,11 @@ def test_thinning_keeps_means_and_a_bounded_number_of_points() -> None:
     series = Series()
     for step in range(1, 100_001):
         series.add(step, float(step % 2))
-    thin = series.thinned(1000)
+    thin = list(series.stretches(series.stride(1000)))
     assert len(thin) <= 1000
-    assert set(thin.values) == {0.5}
-    assert thin.steps[-1] == 100_000
+    assert {s.mean for s in thin} == {0.5}
+    assert {(s.low, s.high) for s in thin} == {(0.0, 1.0)}
+    assert thin[-1].step == 100_000
 
 
 def test_of_probes_written_twice_the_later_counts(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_bands_are_students_over_seeds_and_absent_for_one() -> None:
     several = curve([record(Path("x"), seed=s).get("kl/steered") for s in range(3)])
     assert several["low"] == pytest.approx(several["y"])  # three equal runs
     assert curve([record(Path("x")).get("kl/steered")])["low"] == []
-    assert curve([]) == {"x": [], "y": [], "low": [], "high": []}
+    assert curve([]) == {"x": [], "y": [], "low": [], "high": [], "stride": 1}
 
 
 def write_run(folder: Path, *, seed: int = 0, lr: float = 0.1, per: str = "token", lines: int = 5) -> Path:

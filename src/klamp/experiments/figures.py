@@ -163,7 +163,7 @@ def _parabola(points: list[tuple[float, float]], x: float) -> float:
     return float(torch.linalg.lstsq(at, values, driver="gelsd").solution[0])
 
 
-def _held(record: Record, entry: float) -> list[float]:
+def _held(record: Record, entry: float) -> Sequence[float]:
     return record.get("kl/steered").from_step(entry)
 
 

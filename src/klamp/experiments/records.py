@@ -1,20 +1,24 @@
 """What a run left on disk, read with suspicion: numbers by step, alarms, completions at the fixed prompts.
 
 A line that is not what klamp writes is named by file and number; a torn last line is passed over. Numbers are kept as
-packed doubles, 160 bytes a step, and go to a page as the means of at most ``POINTS`` stretches.
+packed doubles, at most 88 bytes a step, so every figure is taken over every step; curves go to a page as the means,
+least and greatest values of at most ``POINTS`` stretches.
 """
 
 from __future__ import annotations
 
-import json
+import bisect
 import math
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from klamp import jsonl
 from klamp.errors import ConfigError
+from klamp.train.runs import RunFolder
+from klamp.train.settings import load_yaml
 
 KEYS = (
     "reward/mean",
@@ -29,8 +33,18 @@ KEYS = (
     "heldout/perplexity_reference",
 )
 POINTS = 2_000
-LONGEST = 10_000_000
-"""Bytes of a line; more is refused rather than read into memory."""
+MOST_ALARMS = 200
+"""Alarms kept of a run; the others are counted."""
+NAN = array("d", [math.nan])
+
+
+class Stretch(NamedTuple):
+    """Consecutive steps as one point: the last of them, and mean, least and greatest of the finite values."""
+
+    step: float
+    mean: float
+    low: float
+    high: float
 
 
 @dataclass
@@ -45,20 +59,23 @@ class Series:
         self.steps.append(step)
         self.values.append(value)
 
-    def thinned(self, most: int = POINTS) -> Series:
-        """Means over stretches of equal length, at most ``most`` of them."""
-        stride = -(-len(self.steps) // most)
-        if stride <= 1:
-            return self
-        thin = Series()
-        for i in range(0, len(self.steps), stride):
-            part = [v for v in self.values[i : i + stride] if math.isfinite(v)]
-            thin.add(self.steps[min(i + stride, len(self.steps)) - 1], sum(part) / len(part) if part else math.nan)
-        return thin
+    def stride(self, most: int = POINTS) -> int:
+        """Points to a stretch, so that there are at most ``most``; 1 where nothing has to be left out."""
+        return max(1, -(-len(self.steps) // most))
 
-    def from_step(self, first: float) -> list[float]:
-        """Finite values at ``first`` and later."""
-        return [v for s, v in zip(self.steps, self.values, strict=True) if s >= first and math.isfinite(v)]
+    def stretches(self, stride: int) -> Iterator[Stretch]:
+        """The series in stretches of ``stride`` points; those without a finite value are left out."""
+        for i in range(0, len(self.steps), stride):
+            part = self.values[i : i + stride]
+            if not math.isfinite(sum(part)):
+                part = array("d", filter(math.isfinite, part))
+            if part:
+                step = self.steps[min(i + stride, len(self.steps)) - 1]
+                yield Stretch(step, sum(part) / len(part), min(part), max(part))
+
+    def from_step(self, first: float) -> array[float]:
+        """Finite values at ``first`` and later; steps only grow."""
+        return array("d", filter(math.isfinite, self.values[bisect.bisect_left(self.steps, first) :]))
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -72,6 +89,8 @@ class Record:
     config: dict[str, Any] = field(default_factory=dict)
     series: dict[str, Series] = field(default_factory=dict)
     alarms: list[dict[str, Any]] = field(default_factory=list)
+    """The first of them."""
+    alarms_in_all: int = 0
     probes: list[dict[str, Any]] = field(default_factory=list)
 
     def get(self, key: str) -> Series:
@@ -99,45 +118,38 @@ class Record:
 
 def read(path: Path) -> Record:
     """The run in ``path``."""
-    if not (path / "metrics.jsonl").is_file():
+    file = path / "metrics.jsonl"
+    if not file.is_file():
         raise ConfigError(f"{str(path)!r} holds no metrics.jsonl. Give the folder of a run, a compare or a sweep.")
-    record = Record(path, config=_config(path / "config.yaml"))
-    for number, row in rows(path / "metrics.jsonl"):
-        step = _number(path / "metrics.jsonl", number, "step", row.get("step"))
-        for key in KEYS:
-            if key in row:
-                value = _number(path / "metrics.jsonl", number, key, row[key])
-                record.series.setdefault(key, Series()).add(step, value)
-    record.alarms = [row for _, row in rows(path / "alarms.jsonl")]
-    record.probes = _latest(row for _, row in rows(path / "probes.jsonl"))
+    record = Record(path, config=_config(path / "config.yaml"), series=_series(file))
+    for n, (_, row) in enumerate(jsonl.whole(path / "alarms.jsonl")):
+        record.alarms_in_all = n + 1
+        if n < MOST_ALARMS:
+            record.alarms.append(row)
+    record.probes = _latest(row for _, row in jsonl.whole(path / "probes.jsonl"))
     return record
 
 
-def rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Numbered objects of a JSONL file; :class:`ConfigError` with the line number for anything else."""
-    if not file.is_file():
-        return
-    with file.open("rb") as handle:
-        number = 0
-        while raw := handle.readline(LONGEST + 1):
-            number += 1
-            where = f"{str(file)!r}, line {number}"
-            if len(raw) > LONGEST:
-                raise ConfigError(f"{where}: longer than {LONGEST} bytes. It is no line of klamp's; remove it.")
-            if not raw.endswith(b"\n"):
-                return  # torn: its process was killed while writing
-            try:
-                text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-                row = json.loads(text) if text else None
-            except UnicodeDecodeError as error:
-                raise ConfigError(f"{where}: not UTF-8 at byte {error.start}.") from None
-            except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{where}: not JSON ({error}).") from None
-            if row is None and not text:
-                continue
-            if not isinstance(row, dict):
-                raise ConfigError(f"{where}: must be an object, got {type(row).__name__}.")
-            yield number, row
+def _series(file: Path) -> dict[str, Series]:
+    """Every metric of ``KEYS`` that was ever written, all on one array of steps: NaN where a step has none."""
+    steps: array[float] = array("d")
+    found: dict[str, array[float]] = {}
+    for number, row in jsonl.whole(file):
+        step = _number(file, number, "step", row.get("step"))
+        if not math.isfinite(step) or (steps and step < steps[-1]):
+            raise ConfigError(f"{str(file)!r}, line {number}: step {row.get('step')!r:.40} comes after a larger one.")
+        for key in KEYS:
+            value = row.get(key)
+            if value is None and key not in row:
+                value = math.nan
+            elif type(value) is not float:
+                value = _number(file, number, key, value)
+            if key in found:
+                found[key].append(value)
+            elif key in row:
+                found[key] = NAN * len(steps) + array("d", [value])
+        steps.append(step)
+    return {key: Series(steps, values) for key, values in found.items()}
 
 
 def finished(path: Path, steps: int) -> bool:
@@ -149,17 +161,7 @@ def finished(path: Path, steps: int) -> bool:
 
 def last_step(path: Path) -> int:
     """The last whole step in metrics.jsonl, read from the file's end; 0 where there is none."""
-    file = path / "metrics.jsonl"
-    if not file.is_file():
-        return 0
-    with file.open("rb") as handle:
-        handle.seek(max(0, file.stat().st_size - (1 << 16)))
-        for raw in reversed(handle.read().split(b"\n")[:-1]):
-            try:
-                return int(json.loads(raw)["step"])
-            except (ValueError, KeyError, TypeError):
-                continue
-    return 0
+    return RunFolder(path).last_step()
 
 
 def _number(file: Path, line: int, key: str, value: Any) -> float:
@@ -189,12 +191,7 @@ def _config(file: Path) -> dict[str, Any]:
     """The run's configuration as plain values; a file that is not YAML is an error that names it."""
     if not file.is_file():
         return {}
-    import yaml
-
-    try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(f"{str(file)!r} is not YAML: {getattr(error, 'problem', error)}.") from None
+    found = load_yaml(file)
     if not isinstance(found, dict):
         raise ConfigError(f"{str(file)!r} must hold a mapping of fields.")
     return found

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from klamp.errors import ConfigError, unknown
-from klamp.models.fetch import HUB_ID, _quiet, smollm2
+from klamp.models.fetch import HUB_ID, smollm2
+from klamp.models.fetch import _quiet as _quiet
 
 BUILTIN = ("tiny", "smollm2")
 """Names that need neither a folder nor a Hub id."""

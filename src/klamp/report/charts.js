@@ -56,7 +56,9 @@
     return traces;
   }
 
-  const finite = (key) => data.arms.flatMap((a, i) => (hidden.has(i) ? [] : a[key].y)).filter((v) => v > 0);
+  // Where a point stands for a stretch of steps, the stretch's extremes belong to what is drawn.
+  const drawn = (c) => (c.stride > 1 ? [...c.y, ...c.low, ...c.high] : c.y);
+  const finite = (key) => data.arms.flatMap((a, i) => (hidden.has(i) ? [] : drawn(a[key]))).filter((v) => v > 0);
 
   // 1, 2, 5 a decade with their whole numbers, 1 alone where decades are many.
   function ticks(low, high) {

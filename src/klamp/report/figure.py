@@ -52,7 +52,7 @@ def _panel(axes: Any, key: str, title: str, view: View, data: dict[str, Any]) ->
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _line(axes: Any, arm: Arm, curve: dict[str, list[float | None]], arms: int) -> float:
+def _line(axes: Any, arm: Arm, curve: dict[str, Any], arms: int) -> float:
     x = [v for v in curve["x"] if v is not None]
     y = [math.nan if v is None else v for v in curve["y"]]
     if not x:
@@ -62,7 +62,8 @@ def _line(axes: Any, arm: Arm, curve: dict[str, list[float | None]], arms: int) 
     if curve["low"]:
         low, high = ([math.nan if v is None else v for v in curve[side]] for side in ("low", "high"))
         axes.fill_between(x, low, high, color=arm.look.light, alpha=0.13, linewidth=0)
-    return max((v for v in y if math.isfinite(v)), default=0.0)
+    shown = [*y, *(v for v in curve["high"] if v is not None)] if curve["stride"] > 1 else y
+    return max((v for v in shown if math.isfinite(v)), default=0.0)
 
 
 def _band(axes: Any, target: float | None, highest: float) -> None:

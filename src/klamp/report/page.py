@@ -14,10 +14,10 @@ from typing import Any
 
 from klamp import __version__
 from klamp.experiments.figures import BAND
-from klamp.experiments.records import Record
+from klamp.experiments.records import MOST_ALARMS, Record
 from klamp.experiments.tables import cells
 from klamp.report.text import embed, escape
-from klamp.report.view import Arm, View, chart_data
+from klamp.report.view import Arm, View, chart_data, thinned
 
 HERE = Path(__file__).parent
 HEADS = {
@@ -34,7 +34,6 @@ HEADS = {
 }
 HEAVY = 2.0
 """Nats at which a token has its darkest shade."""
-MOST_ALARMS = 200
 
 
 def render(view: View) -> str:
@@ -43,7 +42,7 @@ def render(view: View) -> str:
     parts = {
         "title": escape(view.title),
         "sentence": escape(view.sentence),
-        "notes": escape(view.notes),
+        "notes": escape(" ".join(filter(None, (view.notes, _thinning(view))))),
         "legend": _legend(view),
         "table": _table(view),
         "checks": _checks(view),
@@ -85,6 +84,17 @@ def _arm_colours(view: View) -> str:
     return (
         f":root{{{light}}}@media(prefers-color-scheme:dark){{:root:not([data-theme=light]){{{dark}}}}}"
         f":root[data-theme=dark]{{{dark}}}"
+    )
+
+
+def _thinning(view: View) -> str:
+    """What the reader is not shown, where the runs are longer than a chart can draw."""
+    stride = thinned(view)
+    if stride == 1:
+        return ""
+    return (
+        f"Curves are drawn as means of {stride} steps; shaded: from the least to the greatest value of each. "
+        "The table's figures are taken over every step."
     )
 
 
@@ -150,9 +160,9 @@ def _strip(arm: Arm, target: float | None) -> str:
 def _stretches(run: Record, target: float) -> list[tuple[str, int, int]]:
     """Consecutive steps of one kind: (kind, first step, last step)."""
     found: list[tuple[str, int, int]] = []
-    kl = run.get("kl/steered").thinned(400)
+    kl = run.get("kl/steered")
     before = 0
-    for step, value in zip(kl.steps, kl.values, strict=True):
+    for step, value, *_ in kl.stretches(kl.stride(400)):
         x = value / target - 1
         kind = "above" if x > BAND else "inside" if x >= -BAND else "below"
         if found and found[-1][0] == kind:
@@ -232,9 +242,10 @@ def _alarms(view: View) -> str:
     if not rows:
         return '<section id="alarms"><h2>Alarms</h2><p class="hint">None were raised.</p></section>'
     items = "".join(_alarm(i, r, alarm) for i, r, alarm in rows[:MOST_ALARMS])
-    more = f'<p class="hint">and {len(rows) - MOST_ALARMS} more.</p>' if len(rows) > MOST_ALARMS else ""
+    count = sum(r.alarms_in_all for a in view.arms for r in a.runs)
+    more = f'<p class="hint">and {count - MOST_ALARMS} more.</p>' if count > MOST_ALARMS else ""
     return (
-        f'<section id="alarms"><details><summary><h2>Alarms raised</h2><span>{len(rows)}</span></summary>'
+        f'<section id="alarms"><details><summary><h2>Alarms raised</h2><span>{count}</span></summary>'
         '<table class="alarms"><thead><tr><th>Arm</th><th>Seed</th><th>Step</th><th>Alarm</th><th>Message</th></tr>'
         f"</thead><tbody>{items}</tbody></table>{more}</details></section>"
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from klamp.experiments.figures import Figures, figures, interval, late_of
-from klamp.experiments.records import Record, Series
+from klamp.experiments.figures import Figures, Interval, figures, interval, late_of
+from klamp.experiments.records import Record, Series, Stretch
 
 SMOOTH = 5
 """Steps over which rewards are averaged before they are drawn."""
@@ -128,28 +129,43 @@ def _arm_data(arm: Arm, start: dict[str, float]) -> dict[str, Any]:
     }
 
 
-def curve(runs: Sequence[Series]) -> dict[str, list[float | None]]:
-    """Mean over seeds with its 95 % interval at every step that any run has; values as they stand in the files."""
-    at: dict[float, list[float]] = {}
-    for series in (s.thinned() for s in runs):
-        for step, value in zip(series.steps, series.values, strict=True):
-            if math.isfinite(value):
-                at.setdefault(step, []).append(value)
-    bands = {step: interval(values) for step, values in sorted(at.items())}
-    several = max(map(len, at.values()), default=0) > 1
+def curve(runs: Sequence[Series]) -> dict[str, Any]:
+    """Mean over seeds with its 95 % interval at every step that any run has; values as they stand in the files.
+
+    Runs too long to draw are drawn in stretches, the band then from the least to the greatest value of any seed: what
+    lasts a single step stays to be seen.
+    """
+    stride = max((s.stride() for s in runs), default=1)
+    at: dict[float, list[Stretch]] = {}
+    for series in runs:
+        for stretch in series.stretches(stride):
+            at.setdefault(stretch.step, []).append(stretch)
+    points = [at[step] for step in sorted(at)]
+    bands = [interval([s.mean for s in found]) for found in points]
+    if stride > 1:
+        bands = [
+            Interval(b.mean, min(s.low for s in found), max(s.high for s in found))
+            for b, found in zip(bands, points, strict=True)
+        ]
+    several = stride > 1 or max(map(len, points), default=0) > 1
     return {
-        "x": list(bands),
-        "y": [_clean(b.mean) for b in bands.values()],
-        "low": [_clean(b.low) for b in bands.values()] if several else [],
-        "high": [_clean(b.high) for b in bands.values()] if several else [],
+        "x": sorted(at),
+        "y": [_clean(b.mean) for b in bands],
+        "low": [_clean(b.low) for b in bands] if several else [],
+        "high": [_clean(b.high) for b in bands] if several else [],
+        "stride": stride,
     }
 
 
+def thinned(view: View) -> int:
+    """Steps to a point on the page's curves; 1 where every step is drawn."""
+    return max((r.get("kl/steered").stride() for a in view.arms for r in a.runs), default=1)
+
+
 def smooth(series: Series, width: int = SMOOTH) -> Series:
-    """Means over the last ``width`` steps; a series so long that it has to be thinned is smooth enough by that."""
-    thin = series.thinned()
-    if thin is not series:
-        return thin
+    """Means over the last ``width`` steps; a series that is drawn in stretches is smooth enough by that."""
+    if series.stride() > 1:
+        return series
     made = Series()
     for i, step in enumerate(series.steps):
         recent = [v for v in series.values[max(0, i + 1 - width) : i + 1] if math.isfinite(v)]
@@ -190,11 +206,7 @@ def _from(start: float | None, series: Series) -> Series:
     """``series`` with the reference's own value in front, at step 0."""
     if start is None or not len(series):
         return series
-    made = Series()
-    made.add(0, float(start))
-    for step, value in zip(series.steps, series.values, strict=True):
-        made.add(step, value)
-    return made
+    return Series(array("d", [0.0]) + series.steps, array("d", [float(start)]) + series.values)
 
 
 def _clean(x: float) -> float | None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from klamp import jsonl
 from klamp.errors import ConfigError
-
-LONGEST_LINE = 10_000_000
-"""Characters of one JSONL line; more is refused rather than read into memory."""
 
 
 @dataclass(frozen=True)
@@ -65,43 +62,23 @@ def load(path: str | None, model: str) -> Prompts:
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
     """One prompt a line; empty lines are passed over."""
-    return [{"prompt": line} for _, line in _lines(file) if line.strip()]
+    found = []
+    for number, line, _ in jsonl.lines(file):
+        if "\0" in line:
+            raise ConfigError(f"{str(file)!r}, line {number}: holds a NUL byte. Save the file as UTF-8 text.")
+        if line.strip():
+            found.append({"prompt": line})
+    return found
 
 
 def read_jsonl(file: Path, field: str = "prompt") -> list[dict[str, Any]]:
     """One JSON object a line, each with a non-empty string ``field``; errors name the line."""
-    rows = []
-    for number, line in _lines(file):
-        if not line.strip():
-            continue
-        where = f"{field}s {str(file)!r}, line {number}"
-        try:
-            row = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ConfigError(f"{where}: not JSON ({error}).") from None
-        if not isinstance(row, dict):
-            raise ConfigError(f'{where}: must be an object with a "{field}", got {type(row).__name__}.')
+    found = []
+    for number, row in jsonl.rows(file, unique=True):
         if not isinstance(row.get(field), str) or not row[field]:
-            raise ConfigError(f'{where}: "{field}" must be a non-empty string, got {row.get(field)!r}.')
-        rows.append(row)
-    return rows
-
-
-def _lines(file: Path) -> list[tuple[int, str]]:
-    """Numbered lines without their ends; a byte-order mark is dropped, other than UTF-8 is refused by line."""
-    lines = []
-    try:
-        with file.open("rb") as handle:
-            for number, raw in enumerate(iter(lambda: handle.readline(LONGEST_LINE + 1), b""), 1):
-                if len(raw) > LONGEST_LINE:
-                    raise ConfigError(
-                        f"{str(file)!r}, line {number}: longer than {LONGEST_LINE} bytes. Split the file."
-                    )
-                try:
-                    text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-                except UnicodeDecodeError as error:
-                    raise ConfigError(f"{str(file)!r}, line {number}: not UTF-8 at byte {error.start}.") from None
-                lines.append((number, text.rstrip("\r\n")))
-    except OSError as error:
-        raise ConfigError(f"{str(file)!r} cannot be read: {error}.") from None
-    return lines
+            raise ConfigError(
+                f'{field}s {str(file)!r}, line {number}: "{field}" must be a non-empty string, got '
+                f"{row.get(field)!r:.80}."
+            )
+        found.append(row)
+    return found

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from klamp import jsonl
 from klamp.errors import ConfigError, writing
 from klamp.references import CheckpointStep, parse
 from klamp.train.config import TrainConfig
@@ -114,8 +115,12 @@ class RunFolder:
 
     def last(self) -> dict[str, Any]:
         """The metrics of the last step written; empty before the first."""
-        rows = list(read_jsonl(self.metrics))
-        return {k: v for k, v in rows[-1].items() if k != "step"} if rows else {}
+        row = next(_from_the_end(self.metrics), (0, {}))[1]
+        return {k: v for k, v in row.items() if k != "step"}
+
+    def last_step(self) -> int:
+        """The last step written; 0 before the first."""
+        return next((_step(self.metrics, row) for _, row in _from_the_end(self.metrics)), 0)
 
     def rewind(self, step: int) -> None:
         """Drop lines after ``step`` and a torn last one: they will be written again."""
@@ -139,22 +144,43 @@ def _half_begun(path: Path) -> bool:
 
 def read_jsonl(file: Path) -> Iterator[dict[str, Any]]:
     """Whole lines of a JSONL file; a torn last one is passed over."""
+    return (row for _, row in jsonl.whole(file))
+
+
+def _from_the_end(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(where its line ends, row) from the last whole line on: a million steps are not read to find the last few."""
     if not file.is_file():
         return
+    for end, raw in jsonl.backwards(file):
+        try:
+            text = raw.decode("utf-8-sig").strip()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{str(file)!r}, line {_number(file, end)}: not UTF-8 ({error.reason}).") from None
+        if text:
+            try:
+                yield end, jsonl.parse(text, "")
+            except ConfigError as error:
+                raise ConfigError(f"{str(file)!r}, line {_number(file, end)}{error}") from None
+
+
+def _number(file: Path, end: int) -> int:
+    """The number of the line that ends at byte ``end``."""
     with file.open("rb") as handle:
-        for raw in handle:
-            if raw.endswith(b"\n"):
-                yield json.loads(raw)
+        blocks = iter(lambda: handle.read(min(1 << 20, end - handle.tell())), b"")
+        return sum(block.count(b"\n") for block in blocks)
+
+
+def _step(file: Path, row: dict[str, Any]) -> int:
+    step = row.get("step")
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise ConfigError(f"{str(file)!r}: step must be a whole number, got {step!r:.80}. It is no file of klamp's.")
+    return step
 
 
 def _keep_until(file: Path, step: int) -> None:
     """Cut the file behind the last line whose step is at most ``step``; steps only grow."""
-    keep = 0
-    with file.open("rb") as handle:
-        for raw in handle:
-            if not raw.endswith(b"\n") or int(json.loads(raw)["step"]) > step:
-                break
-            keep += len(raw)
+    found = _from_the_end(file) if step > 0 else iter(())
+    keep = next((end for end, row in found if _step(file, row) <= step), 0)
     if keep < file.stat().st_size:
         with file.open("rb+") as handle:
             handle.truncate(keep)

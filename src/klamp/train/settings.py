@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from klamp.errors import ConfigError, unknown
+from klamp.errors import ConfigError, shown, unknown
 
 T = TypeVar("T")
+LARGEST = 1 << 20
+"""Bytes of a configuration; more is refused rather than read."""
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -34,25 +37,62 @@ def to_yaml(config: Any) -> str:
 
 def from_yaml(cls: type[T], path: str | Path, *, over: T | None = None) -> T:
     """The configuration in a YAML file, its missing fields taken from ``over`` or the defaults."""
+    data = load_yaml(path)
+    return from_dict(cls, {} if data is None else data, over=over, where=str(path))
+
+
+def load_yaml(path: str | Path) -> Any:
+    """Plain values from a YAML file: no Python objects, no anchors that could swell, no key twice, at most a MiB."""
     import yaml
 
+    named = f"config {str(path)!r}"
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config {str(path)!r} cannot be read: {error}. Give the path of a YAML file.") from None
+        with Path(path).open("rb") as file:
+            raw = file.read(LARGEST + 1)
+        text = raw.decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{named} cannot be read: {error}. Give the path of a YAML file.") from None
+    if len(raw) > LARGEST:
+        raise ConfigError(f"{named} is larger than {LARGEST} bytes. Give the path of a configuration.")
     try:
-        data = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        return yaml.load(text, Loader=_loader())
+    # PyYAML's constructors stumble over values like `!!int ''` with errors of their own.
+    except (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError, TypeError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"config {str(path)!r} is not YAML{where}: {getattr(error, 'problem', error)}.") from None
-    return from_dict(cls, {} if data is None else data, over=over, where=str(path))
+        said = getattr(error, "problem", None) or str(error) or type(error).__name__
+        raise ConfigError(f"{named} is not YAML that klamp reads{where}: {said:.200}.") from None
+
+
+@functools.cache
+def _loader() -> Any:
+    """PyYAML's safe loader without aliases and with every key once."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+                raise yaml.composer.ComposerError(None, None, "aliases (*name) are not read: write the value out", mark)
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            found = super().construct_mapping(node, deep=deep)
+            if len(found) < len(node.value):
+                names = [self.construct_object(key, deep=True) for key, _ in node.value]
+                twice = next((n for n in names if names.count(n) > 1), "a key")
+                raise yaml.constructor.ConstructorError(None, None, f"{twice!r:.60} stands twice", node.start_mark)
+            return found
+
+    return Loader
 
 
 def from_dict(cls: type[T], data: object, *, over: T | None = None, where: str = "config", prefix: str = "") -> T:
     """``cls`` from nested plain values, each checked against its field's type."""
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{where}: {prefix.rstrip('.') or 'the file'} must be a mapping of fields, got {data!r}.")
+        raise ConfigError(
+            f"{where}: {prefix.rstrip('.') or 'the file'} must be a mapping of fields, got {shown(data)}."
+        )
     hints = typing.get_type_hints(cls)
     known = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     values: dict[str, Any] = {} if over is None else {name: getattr(over, name) for name in known}
@@ -90,7 +130,10 @@ def convert(name: str, value: Any, kind: Any, where: str = "config") -> Any:
     if kind is type(None) and value is None:
         return None
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise _mismatch(name, value, kind, where) from None
     if kind is float and isinstance(value, str):  # YAML reads 1e-4 as text
         try:
             return float(value)
@@ -103,4 +146,4 @@ def convert(name: str, value: Any, kind: Any, where: str = "config") -> Any:
 
 def _mismatch(name: str, value: Any, kind: Any, where: str) -> ConfigError:
     wanted = str(kind).replace("typing.", "").replace("<class '", "").replace("'>", "")
-    return ConfigError(f"{where}: {name} must be {wanted}, got {value!r} ({type(value).__name__}).")
+    return ConfigError(f"{where}: {name} must be {wanted}, got {shown(value)} ({type(value).__name__}).")
