@@ -123,10 +123,10 @@ def agree(ours: dict[str, Any], theirs: dict[str, Any], bound: float) -> None:
         assert theirs["metrics"][step] == pytest.approx(ours["metrics"][step], rel=1e-4, abs=1e-6)
 
 
-def compared(make_config: Any, folder: Path, names: list[str], processes: int) -> None:  # noqa: F811
+def compared(make_config: Any, folder: Path, names: list[str], processes: int, **env: str) -> None:  # noqa: F811
     for name in names:
         (folder / f"{name}.yaml").write_text(to_yaml(make_config(run=str(folder / name), **CASES[name])))
-    ranks = launch(folder, names, processes=processes)
+    ranks = launch(folder, names, processes=processes, **env)
     for name in names:
         assert ranks[0][name]["sharded"], "FSDP2 was on"
         for rank in ranks[1:]:
@@ -139,30 +139,26 @@ def test_two_shards_make_the_update_of_one_process(make_config: Any, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_every_kind_of_update(make_config: Any, tmp_path: Path, processes: int) -> None:  # noqa: F811
-    compared(make_config, tmp_path, list(CASES), processes)
+@pytest.mark.parametrize(("processes", "wrap"), [(1, "NO_WRAP"), (2, "TRANSFORMER_BASED_WRAP")])
+def test_every_kind_of_update(make_config: Any, tmp_path: Path, processes: int, wrap: str) -> None:  # noqa: F811
+    compared(make_config, tmp_path, list(CASES), processes, FSDP_AUTO_WRAP_POLICY=wrap)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrap", ["TRANSFORMER_BASED_WRAP", "NO_WRAP"])
-def test_a_run_under_the_clamp_is_resumed_to_the_bit(make_config: Any, tmp_path: Path, wrap: str) -> None:  # noqa: F811
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
-    for folder, steps, resume in ((straight, 4, False), (broken, 2, False)):
-        folder.mkdir()
-        for name, settings in RUNS.items():
-            config = make_config(run=str(folder / name), steps=steps, save_every=2, resume=resume, **settings)
-            (folder / f"{name}.yaml").write_text(to_yaml(config))
-    one, two = launch(straight, list(RUNS), processes=2, FSDP_AUTO_WRAP_POLICY=wrap)
-    launch(broken, list(RUNS), processes=2, FSDP_AUTO_WRAP_POLICY=wrap)
-    for name, settings in RUNS.items():
-        config = make_config(run=str(broken / name), steps=4, save_every=2, resume=True, **settings)
-        (broken / f"{name}.yaml").write_text(to_yaml(config))
-    resumed = launch(broken, list(RUNS), processes=2, FSDP_AUTO_WRAP_POLICY=wrap)[0]
+def test_a_run_under_the_clamp_is_resumed_to_the_bit(make_config: Any, tmp_path: Path) -> None:  # noqa: F811
+    def write(kind: str, name: str, steps: int, *, resume: bool = False) -> str:
+        fields = {"run": str(tmp_path / f"{kind}-{name}"), "steps": steps, "save_every": 2, "resume": resume}
+        (tmp_path / f"{kind}-{name}.yaml").write_text(to_yaml(make_config(**fields, **RUNS[name])))
+        return f"{kind}-{name}"
+
+    begun = [write("straight", name, 4) for name in RUNS] + [write("broken", name, 2) for name in RUNS]
+    one, two = launch(tmp_path, begun, processes=2)
+    resumed = launch(tmp_path, [write("broken", name, 4, resume=True) for name in RUNS], processes=2)[0]
     for name in RUNS:
-        assert one[name] == two[name], "price and weights are the same on both ranks"
-        assert resumed[name] == one[name]
-        ours, theirs = (timeless(folder / name) for folder in (straight, broken))
+        straight, broken = f"straight-{name}", f"broken-{name}"
+        assert one[straight] == two[straight], "price and weights are the same on both ranks"
+        assert resumed[broken] == one[straight]
+        ours, theirs = (timeless(tmp_path / run) for run in (straight, broken))
         assert ours == theirs
         assert sum(row["kl/clamp/effort"] for row in ours) > 0.1, "the clamp worked"
         # A step that starts above its limit (the average it is held to moves) ends no higher than it began.
@@ -180,7 +176,7 @@ def test_a_checkpoint_of_shards_is_anybodys(make_config: Any, tmp_path: Path) ->
     ranks = launch(tmp_path, ["run-lora", "run-full"], processes=2)
     for name in ("run-lora", "run-full"):
         saved = tmp_path / name / "checkpoints" / "step-000002"
-        assert not [f for f in saved.iterdir() if f.suffix not in (".json", ".safetensors", ".jinja")]
+        assert not [f for f in saved.iterdir() if f.suffix not in (".json", ".safetensors", ".jinja", ".md")]
         made = Trainer(make_config(run=str(tmp_path / name), steps=3, resume=True, **RUNS[name]), quiet=True)
         made.run()
         assert [row["step"] for row in timeless(tmp_path / name)] == [1, 2, 3]

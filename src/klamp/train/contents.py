@@ -33,9 +33,10 @@ def collect(learner: Learner) -> Contents:
     if not (keep or sharded):
         return Contents(None, {}, {}, {}, {})
     model: Any = policy.model
-    trained = {k: v for k, v in model.state_dict().items() if not policy.lora or "lora_" in k} if sharded else {}
+    named = model.state_dict(keep_vars=True) if sharded else {}
+    saved = {k: v for k, v in named.items() if not policy.lora or "lora_" in k}
     return Contents(
-        model=gathered(trained, keep=keep) if sharded else None,
+        model=gathered(saved, keep=keep) if sharded else None,
         value={} if policy.value is None else gathered(policy.value.state_dict(), keep=keep),
         optimizer=gathered(_moments(learner), keep=keep),
         reference=gathered(learner.reference.tensors(), keep=keep),

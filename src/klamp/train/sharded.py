@@ -36,9 +36,18 @@ def put(into: Tensor, value: Tensor) -> None:
 
 
 def gathered(named: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
-    """Whole tensors in CPU memory by name; a process that does not keep them only takes part in the gathering."""
-    found = {}
+    """Whole tensors in CPU memory by name; a process that does not keep them only takes part in the gathering.
+
+    One tensor under two names (a head tied to its embedding) stays one.
+    """
+    found: dict[str, Tensor] = {}
+    first: dict[int, str] = {}
     for name, x in named.items():
+        if id(x) in first:
+            if keep:
+                found[name] = found[first[id(x)]]
+            continue
+        first[id(x)] = name
         full = whole(x.detach())
         if keep:
             found[name] = full.cpu().contiguous()
