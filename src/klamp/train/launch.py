@@ -6,8 +6,9 @@ reads by itself; klamp adds no settings of its own.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -30,7 +31,9 @@ def make_accelerator(config: TrainConfig) -> Any:
         project_dir=config.run,
         kwargs_handlers=[
             DistributedDataParallelKwargs(broadcast_buffers=False),
-            InitProcessGroupKwargs(timeout=timedelta(seconds=config.process_timeout)),
+            InitProcessGroupKwargs(
+                init_method=_rendezvous(os.environ), timeout=timedelta(seconds=config.process_timeout)
+            ),
         ],
         mixed_precision="no",
     )
@@ -39,6 +42,29 @@ def make_accelerator(config: TrainConfig) -> Any:
     if accelerator.distributed_type == "DEEPSPEED":
         _settle_deepspeed(accelerator.deepspeed_plugin.deepspeed_config, config, accelerator.num_processes)
     return accelerator
+
+
+def _rendezvous(asked: Mapping[str, str]) -> str | None:
+    """Where the processes meet: as torch would have it, but after a restart by torchrun on keys of their own.
+
+    torchrun keeps one store through its restarts, and torch would read the addresses of dead processes from it
+    (pytorch/pytorch#135712). Machines count their restarts apart, so it can be mended here for one machine alone.
+    """
+    attempt = asked.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or asked.get("LOCAL_WORLD_SIZE") != asked.get("WORLD_SIZE"):
+        return None
+
+    from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
+
+    store_kinds: Any = torch.distributed
+
+    def meet(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
+        for store, rank, world in rendezvous("env://", **options):
+            yield store_kinds.PrefixStore(f"attempt-{attempt}", store), rank, world
+
+    with contextlib.suppress(RuntimeError):  # it is registered already
+        register_rendezvous_handler("klamp", meet)  # type: ignore[no-untyped-call]
+    return "klamp://"
 
 
 def check_launch(asked: Mapping[str, str], config: TrainConfig, *, cpu: bool) -> None:
