@@ -83,19 +83,19 @@ def resume(run: Path) -> str:
     return f"back to step {folder.last_step()}, {len(folder.last())} metrics"
 
 
-def measured(work: Callable[[Path], str], run: Path) -> tuple[float, float, str]:
-    """(seconds, peak MiB of RSS, what it says) of ``work`` in a fresh process."""
+def measured(work: Callable[[Path], str], run: Path) -> tuple[float, float, float, str]:
+    """(seconds, seconds of CPU, peak MiB of RSS, what it says) of ``work`` in a fresh process."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
         return pool.apply(_timed, (work, run))
 
 
-def _timed(work: Callable[[Path], str], run: Path) -> tuple[float, float, str]:
+def _timed(work: Callable[[Path], str], run: Path) -> tuple[float, float, float, str]:
     imported(run)
-    begun = time.perf_counter()
+    begun, worked = time.perf_counter(), time.process_time()
     said = work(run)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
-    return time.perf_counter() - begun, peak, said
+    return time.perf_counter() - begun, time.process_time() - worked, peak, said
 
 
 def main() -> int:
@@ -108,10 +108,10 @@ def main() -> int:
         write_run(run, args.steps, spike=args.steps // 3)
         size = (run / "metrics.jsonl").stat().st_size
         print(f"{args.steps:,} steps, metrics.jsonl of {size / 2**20:.0f} MiB\n")
-        print("| | seconds | peak memory | |\n| --- | ---: | ---: | --- |")
+        print("| | seconds | of CPU | peak memory | |\n| --- | ---: | ---: | ---: | --- |")
         for name, work in (("imports alone", imported), ("report", report), ("resume", resume)):
-            seconds, peak, said = measured(work, run)
-            print(f"| {name} | {seconds:.2f} | {peak:.0f} MiB | {said} |", flush=True)
+            seconds, cpu, peak, said = measured(work, run)
+            print(f"| {name} | {seconds:.2f} | {cpu:.2f} | {peak:.0f} MiB | {said} |", flush=True)
     return 0
 
 

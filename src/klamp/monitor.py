@@ -139,9 +139,16 @@ class Monitor:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from :meth:`state_dict`."""
+        try:
+            rows = [{str(k): float(v) for k, v in row.items()} for row in saved["window"]]
+            steps, raised = int(saved["steps"]), {str(kind) for kind in saved["raised"]}
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ConfigError(
+                f"a saved monitor is damaged: {type(error).__name__} ({error}). Start a new one."
+            ) from None
         self.window.clear()
-        self.window.extend(saved["window"])
-        self.steps, self.raised = int(saved["steps"]), set(saved["raised"])
+        self.window.extend(rows)
+        self.steps, self.raised = steps, raised
 
     def _judge(self, step: int) -> Iterator[Alarm | None]:
         *past, row = self.window

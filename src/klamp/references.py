@@ -96,6 +96,8 @@ class Periodic:
 
 
 ReferenceSpec = Base | FrozenModel | CheckpointStep | AdapterPath | StepLag | Ema | Periodic
+FARTHEST = 10**12
+"""Steps; more than any run has, and still the name of a folder."""
 FORMS = ("base", "model:NAME", "step:N", "adapter:FOLDER", "lag:N", "ema:DECAY", "periodic:N")
 
 
@@ -118,6 +120,8 @@ def parse(text: object) -> ReferenceSpec:
     number = _number(str(text), value)
     if kind == "ema":
         return Ema(number)
+    if number > FARTHEST:
+        raise ConfigError(f"reference {text!r} is beyond {FARTHEST:,} steps. Example: {kind}:40.")
     if number != int(number):
         raise ConfigError(f"reference {text!r} needs a whole number of steps, got {value!r}. Example: {kind}:40.")
     if kind == "step":

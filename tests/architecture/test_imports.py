@@ -15,7 +15,7 @@ import klamp
 
 ROOT = Path(klamp.__file__).parent
 LAYERS = [
-    {"errors", "masked", "jsonl"},
+    {"errors", "masked", "jsonl", "plain"},
     {"estimators", "controllers", "placements", "clamp", "objectives", "kernels"},
     {"compat", "audit", "monitor", "models", "references"},
     {"train"},
@@ -26,6 +26,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 BESIDE = {
     ("masked", "errors"),
     ("jsonl", "errors"),
+    ("plain", "errors"),
     ("placements", "estimators"),
     ("kernels", "estimators"),  # the specification of a kernel's KL terms is the estimator itself
     ("references", "models"),

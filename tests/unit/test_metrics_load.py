@@ -44,6 +44,11 @@ def record(long_run: Path) -> records.Record:
     return records.read(long_run)
 
 
+def _view(record: records.Record) -> View:
+    arms = [make_arm("run", [record], 0, 1, 0.05)]
+    return View(title="report", sentence="", arms=arms, target=0.05, per="token")
+
+
 def test_the_tables_figures_are_those_of_every_step(long_run: Path, record: records.Record) -> None:
     rows = [json.loads(line) for line in (long_run / "metrics.jsonl").read_text().splitlines()]
     found = figures("run", [record], 0.05)
@@ -59,13 +64,7 @@ def test_the_tables_figures_are_those_of_every_step(long_run: Path, record: reco
 
 
 def test_a_spike_of_one_step_is_drawn(record: records.Record) -> None:
-    view = View(
-        title="report",
-        sentence="",
-        arms=[make_arm("run", [record], 0, 1, 0.05)],
-        target=0.05,
-        per="token",
-    )
+    view = _view(record)
     kl = chart_data(view)["arms"][0]["kl"]
     assert len(kl["x"]) <= records.POINTS
     assert max(kl["high"]) == 9.0
@@ -77,11 +76,11 @@ def test_a_spike_of_one_step_is_drawn(record: records.Record) -> None:
     assert len(json.dumps(chart_data(view))) < 2_000_000
 
 
-def test_the_page_says_that_it_draws_stretches(long_run: Path, tmp_path: Path) -> None:
+def test_the_page_says_that_it_draws_stretches(record: records.Record) -> None:
     pytest.importorskip("plotly")
-    from klamp.report import write_runs
+    from klamp.report.page import render
 
-    page = write_runs([long_run], tmp_path / "report.html").read_text()
+    page = render(_view(record))
     assert "means of 25 steps; shaded: from the least to the greatest value" in page
     assert "and 300 more." in page  # of 500 alarms 200 are listed
     assert len(page) < 4_000_000

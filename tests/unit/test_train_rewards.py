@@ -137,7 +137,7 @@ def test_built_in_ones() -> None:
     [
         ("lenght:3", "no module"),
         ("vadr", "Did you mean|vader"),
-        ("length:many", "needs a number of words"),
+        ("length:many", "a number of words"),
         ("regex:(", "not a regular expression"),
         ("math:no_such", "has no function"),
     ],

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from klamp.errors import ConfigError, require_number
+from klamp.errors import ConfigError, require_number, shown
 from klamp.masked import Unit, check_unit
+from klamp.plain import from_plain
 
 Bounds = tuple[float, float]
 SMALLEST, LARGEST = 1e-300, 1e300
@@ -44,18 +45,23 @@ class State:
     @staticmethod
     def from_dict(saved: Mapping[str, Any]) -> State:
         """The state that :meth:`to_dict` wrote, of the class that wrote it."""
-        kind = State.kinds.get(saved.get("kind", "State"))
+        if not isinstance(saved, Mapping):
+            raise ConfigError(
+                f"a saved controller state must be an object, got {shown(saved)}. Start anew with init()."
+            )
+        name = saved.get("kind", "State")
+        kind = State.kinds.get(name) if isinstance(name, str) else None
         names = {f.name for f in fields(kind)} if kind else set()
         given = {k: v for k, v in saved.items() if k != "kind"}
         if kind is None or set(given) != names:
             raise ConfigError(
-                f"a saved controller state has kind {saved.get('kind')!r} and fields {sorted(given)}, which this "
-                f"version does not write. Kinds: {sorted(State.kinds)}. Start the controller anew with init()."
+                f"a saved controller state has kind {shown(name)} and fields {shown(sorted(map(str, given)))}, which "
+                f"this version does not write. Kinds: {sorted(State.kinds)}. Start the controller anew with init()."
             )
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+        state = from_plain(kind, given)
         way_out = "The saved state is damaged; start the controller anew with init()."
-        require_number(f"{kind.__name__}.beta", values["beta"], at_least=0, way_out=way_out)
-        return kind(**values)
+        require_number(f"{kind.__name__}.beta", state.beta, at_least=0, way_out=way_out)
+        return state
 
     def to_json(self) -> str:
         """:meth:`to_dict` as JSON text."""
@@ -64,7 +70,11 @@ class State:
     @staticmethod
     def from_json(text: str) -> State:
         """The state that :meth:`to_json` wrote."""
-        return State.from_dict(json.loads(text))
+        try:
+            saved = json.loads(text)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ConfigError(f"a saved controller state is not JSON ({error}). Start anew with init().") from None
+        return State.from_dict(saved)
 
 
 State.kinds["State"] = State

@@ -33,6 +33,7 @@ def compare(
     max_tokens: int = 24,
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     device: str = "auto",
+    trust_remote_code: bool = False,
     out: str = "runs/compare",
     jobs: int = 0,
 ) -> None:
@@ -60,6 +61,7 @@ def compare(
         max_tokens: Longest completion.
         dtype: bfloat16 on a GPU and float32 on a CPU if auto.
         device: cpu, cuda, or auto.
+        trust_remote_code: Let a model repository run its own code.
         out: Folder of the comparison.
         jobs: Runs at a time; 0 for one a core.
     """
@@ -86,6 +88,7 @@ def compare(
         max_tokens=max_tokens,
         dtype=dtype,
         device=device,
+        trust_remote_code=trust_remote_code,
     )
     _need_report()
     found = comparing.run(config, out, at_once=jobs)

@@ -59,6 +59,7 @@ class CompareConfig:
     max_tokens: int = 24
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: str = "auto"
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         require_number("--seeds", self.seeds, at_least=1, way_out="3 is usual; one gives no interval.")
@@ -87,6 +88,7 @@ class CompareConfig:
             seed=seed,
             dtype=self.dtype,
             device=self.device,
+            trust_remote_code=self.trust_remote_code,
             keep=1,
             sample_every=max(1, self.steps),
             kl=KLConfig(**kl),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from klamp.errors import ConfigError
-from klamp.train.runs import atomic_text
+from klamp.train.runs import atomic_text, no_links_out
 
 SETTINGS = "experiment.json"
 FORMAT = "klamp-experiment/1"
@@ -54,6 +54,7 @@ class Folder:
             return
         if not self.path.is_dir():
             raise ConfigError(f"--out {str(self.path)!r} is a file. Choose another --out.")
+        no_links_out(self.path)
         if not self.settings.is_file():
             begun = (".lock", f".{SETTINGS}.")  # all that a process killed before it had written SETTINGS can have left
             if not all(p.name.startswith(begun) for p in self.path.iterdir()):

@@ -6,7 +6,6 @@ Each is a folder, a Hub id, a built-in name, or the folder of a LoRA adapter.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from klamp import models
 from klamp.errors import ConfigError
 from klamp.kernels import head_of
+from klamp.train.adapters import check_folder
 from klamp.train.batch import Part
 from klamp.train.policy import ADAPTER, Anchor, Policy
 
@@ -105,16 +105,14 @@ def _itself(side: Policy) -> Callable[[Part], Anchor]:
 
 def _described(name: str) -> tuple[str, Path | None]:
     """(base model, adapter folder or None) of what a name stands for."""
-    folder = Path(name)
-    config = folder / "adapter_config.json"
-    if not config.is_file():
-        return models.resolve(name), None
-    if not (folder / "adapter_model.safetensors").is_file():
-        raise ConfigError(f"adapter {name!r} has no adapter_model.safetensors; pickled adapters are refused.")
     try:
-        base = json.loads(config.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (ValueError, AttributeError):
-        raise ConfigError(f"adapter {name!r}: adapter_config.json cannot be read.") from None
+        adapter = (Path(name) / "adapter_config.json").is_file()
+    except (OSError, ValueError):
+        adapter = False
+    if not adapter:
+        return models.resolve(name), None
+    folder = Path(name)
+    base = check_folder(folder, f"adapter {name!r}").get("base_model_name_or_path")
     if not base:
         raise ConfigError(f"adapter {name!r} does not say which model it is for (base_model_name_or_path).")
     return models.resolve(str(base)), folder
@@ -131,10 +129,9 @@ def _with_adapter(model: Any, adapter: Path | None) -> Any:
 
     try:
         return PeftModel.from_pretrained(model, str(adapter), adapter_name=ADAPTER, is_trainable=False).eval()
-    except (RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"adapter {str(adapter)!r} was not made for this base model: {str(error).splitlines()[0]}"
-        ) from None
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, OSError) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"adapter {str(adapter)!r} was not made for this base model: {first}") from None
 
 
 def same_tokens(ours: Any, theirs: Any, policy: str, reference: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from klamp.errors import ConfigError, unknown
+from klamp.errors import ConfigError, shown, unknown
 from klamp.models.fetch import HUB_ID, smollm2
 from klamp.models.fetch import _quiet as _quiet
 
@@ -39,17 +39,26 @@ def resolve(name: str | os.PathLike[str]) -> str:
         return str(ASSETS / "tiny")
     if name == "smollm2":
         return str(smollm2())
-    folder = Path(name).expanduser() if name else Path("?")
-    if folder.is_dir():
+    folder, there = _looked_up(name)
+    if there == "folder":
         return str(folder)
     if HUB_PATTERN.fullmatch(name) and ".." not in name:
         return name
-    if folder.exists():
+    if there:
         raise ConfigError(f"model {name!r} is a file. Pass the folder it is in, with config.json and *.safetensors.")
     if "/" in name or os.sep in name:
-        raise ConfigError(f"model {name!r}: there is no such folder, and a Hub id looks like 'owner/name'.")
+        raise ConfigError(f"model {shown(name)}: there is no such folder, and a Hub id looks like 'owner/name'.")
     error = unknown("model", name, BUILTIN)
     raise ConfigError(f"{error} A folder that exists or a Hub id such as {HUB_ID!r} is accepted too.")
+
+
+def _looked_up(name: str) -> tuple[Path, str]:
+    """The path that ``name`` is, and "folder", "file" or "" for what is there."""
+    try:
+        path = Path(name).expanduser() if name else Path("?")
+        return path, "folder" if path.is_dir() else "file" if path.exists() else ""
+    except (OSError, ValueError, RuntimeError):  # too long, a NUL in it, ~nobody
+        return Path("?"), ""
 
 
 def load_model(
@@ -93,6 +102,20 @@ def load_tokenizer(name: str | os.PathLike[str], trust_remote_code: bool = False
     return tokenizer
 
 
+def load_classifier(name: str) -> tuple[Any, Any]:
+    """(tokenizer, model) of a sequence classifier in eval mode; safetensors only, and never code of its own."""
+    source = resolve(name)
+    _refuse_pickle(source)
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    with _loading(name):
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        model: Any = AutoModelForSequenceClassification.from_pretrained(
+            source, use_safetensors=True, trust_remote_code=False
+        )
+    return tokenizer, model.eval()
+
+
 def encode_prompts(tokenizer: Any, prompts: list[str], *, chat: bool | None = None) -> list[list[int]]:
     """Token ids a prompt, never cut: as one user turn up to the assistant's where there is a chat template."""
     template = tokenizer.chat_template is not None
@@ -105,12 +128,23 @@ def encode_prompts(tokenizer: Any, prompts: list[str], *, chat: bool | None = No
             raise ConfigError(f"prompts[{i}] must be text, got {type(prompt).__name__}.")
         if as_chat:
             turns = [{"role": "user", "content": prompt}]
-            prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            prompt = _as_chat(tokenizer, turns)
         ids = tokenizer(prompt, add_special_tokens=not as_chat, truncation=False, verbose=False)["input_ids"]
         if not ids:
             raise ConfigError(f"prompts[{i}] is empty, and this tokenizer puts no BOS before it to start from.")
         encoded.append([int(token) for token in ids])
     return encoded
+
+
+def _as_chat(tokenizer: Any, turns: list[dict[str, str]]) -> str:
+    """The turns through the model's template. It is a stranger's, run in a sandbox: what it raises is said of it."""
+    try:
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+    except Exception as error:
+        first = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"the tokenizer's chat template failed with {type(error).__name__}: {first}. Use chat=False."
+        ) from error
 
 
 def prompts(name: str) -> list[str]:
@@ -158,12 +192,12 @@ def _refuse_pickle(source: str) -> None:
     """A folder must hold safetensors: unpickling a stranger's weights runs a stranger's code."""
     folder = Path(source)
     if not folder.is_dir():
-        return
+        return None
     names = {path.name for path in folder.iterdir()}
     if "adapter_config.json" in names:
         raise ConfigError(f"{source} holds an adapter, not a model. Pass its base model, and the adapter beside it.")
     if any(name.endswith(".safetensors") for name in names) and "config.json" in names:
-        return
+        return _refuse_index(folder, names)
     pickled = sorted(name for name in names if name.endswith(PICKLES))
     if pickled:
         raise ConfigError(
@@ -171,6 +205,18 @@ def _refuse_pickle(source: str) -> None:
             f"only; convert it where you trust it, with model.save_pretrained(folder)."
         )
     raise ConfigError(f"{source} is no model folder: it must hold config.json and *.safetensors.")
+
+
+def _refuse_index(folder: Path, names: set[str]) -> None:
+    """An index of shards must name safetensors that lie in the folder: others would be unpickled, or from elsewhere."""
+    for name in sorted(n for n in names if n.endswith(".index.json")):
+        try:
+            shards = set(json.loads((folder / name).read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            raise ConfigError(f"{folder} holds {name}, which is no index of shards.") from None
+        bad = [s for s in shards if not isinstance(s, str) or not s.endswith(".safetensors") or Path(s).name != s]
+        if bad and name.endswith(".safetensors.index.json"):
+            raise ConfigError(f"{folder}: {name} names {shown(bad[0])}, which is no safetensors file of that folder.")
 
 
 def _no_dropout(config: Any) -> None:
@@ -182,6 +228,11 @@ def _no_dropout(config: Any) -> None:
             _no_dropout(value)
 
 
+def _not_loaded(name: str | os.PathLike[str], error: Exception) -> ConfigError:
+    first = " ".join(str(error).split())[:400]
+    return ConfigError(f"model {os.fspath(name)!r} could not be loaded: {first or type(error).__name__}")
+
+
 @contextlib.contextmanager
 def _loading(name: str | os.PathLike[str]) -> Iterator[None]:
     """transformers' own errors in one sentence each, and no progress bars into pipes."""
@@ -190,9 +241,18 @@ def _loading(name: str | os.PathLike[str]) -> Iterator[None]:
             yield
     except ConfigError:
         raise
-    except (OSError, ValueError) as error:
-        first = " ".join(str(error).split())[:400]
-        raise ConfigError(f"model {os.fspath(name)!r} could not be loaded: {first}") from error
+    # A folder from a stranger can stumble transformers, tokenizers and safetensors in ways of their own.
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
+        raise _not_loaded(name, error) from error
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] not in (
+            "safetensors",
+            "safetensors_rust",
+            "builtins",
+            "huggingface_hub",
+        ):
+            raise
+        raise _not_loaded(name, error) from error
 
 
 def _lines(path: Path) -> list[str]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from klamp.errors import ConfigError, KlampError
 from klamp.kernels import head_of
 from klamp.references import AdapterPath, Base, CheckpointStep, Ema, FrozenModel, Periodic, ReferenceSpec, StepLag
+from klamp.train.adapters import check_adapter, check_folder
 from klamp.train.batch import Part
 from klamp.train.policy import ADAPTER, Anchor, Policy
 from klamp.train.sharded import digest, put, settle, shard
@@ -287,10 +288,18 @@ class SecondModel:
             yield p, theirs[name]
 
 
-def anchor(policy: Policy, forward: Any, spec: ReferenceSpec, run: Path, *, on_cpu: bool = False) -> Reference:
+def anchor(
+    policy: Policy,
+    forward: Any,
+    spec: ReferenceSpec,
+    run: Path,
+    *,
+    on_cpu: bool = False,
+    trust_remote_code: bool = False,
+) -> Reference:
     """The reference that ``spec`` names, for this policy. ``forward`` runs the policy as the launcher wrapped it."""
     if isinstance(spec, FrozenModel):
-        return SecondModel(policy, _other_model(policy, spec.model), spec, run, on_cpu=on_cpu)
+        return SecondModel(policy, _other_model(policy, spec.model, trust_remote_code), spec, run, on_cpu=on_cpu)
     if isinstance(spec, AdapterPath) and not policy.lora:
         raise ConfigError(f"kl.reference {spec} is an adapter, and full=true trains without one. Use model:FOLDER.")
     if not policy.lora:
@@ -326,11 +335,11 @@ def _check_tokens(model: str, reference: str, trust: bool) -> None:
         )
 
 
-def _other_model(policy: Policy, name: str) -> nn.Module:
+def _other_model(policy: Policy, name: str, trust: bool) -> nn.Module:
     from klamp.models import load_model
 
     p = next(policy.model.parameters())
-    model: nn.Module = load_model(name, dtype=p.dtype, device=str(p.device))
+    model: nn.Module = load_model(name, dtype=p.dtype, device=str(p.device), trust_remote_code=trust)
     ours, theirs = _vocabulary(policy.model), _vocabulary(model)
     if ours != theirs:
         raise ConfigError(
@@ -343,29 +352,6 @@ def _other_model(policy: Policy, name: str) -> nn.Module:
 def _vocabulary(model: nn.Module) -> int:
     head = head_of(model)
     return int(head.weight.shape[0]) if head is not None else int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
-
-
-def check_folder(folder: Path) -> None:
-    """Refuse an adapter folder that is missing, naming those beside it, or that holds no safetensors."""
-    if not folder.is_dir():
-        beside = sorted(p.parent.name for p in folder.parent.glob("*/adapter_config.json"))
-        there = f" Adapters in {str(folder.parent)!r}: {', '.join(beside)}." if beside else ""
-        raise ConfigError(f"kl.reference: there is no folder {str(folder)!r}.{there}")
-    if not (folder / "adapter_config.json").is_file():
-        raise ConfigError(f"kl.reference: no adapter in {str(folder)!r} (adapter_config.json is missing).")
-    if not (folder / "adapter_model.safetensors").is_file():
-        raise ConfigError(f"kl.reference: {str(folder)!r} has no adapter_model.safetensors; pickled ones are refused.")
-
-
-def check_adapter(folder: Path, model: Any) -> None:
-    """:func:`check_folder`, and refuse an adapter that was made for another base."""
-    from peft import PeftConfig
-
-    check_folder(folder)
-    base = PeftConfig.from_pretrained(str(folder)).base_model_name_or_path
-    own = model.peft_config[ADAPTER].base_model_name_or_path
-    if base and own and Path(base).name != Path(own).name:
-        raise ConfigError(f"kl.reference: the adapter in {str(folder)!r} was made for {base!r}, the policy is {own!r}.")
 
 
 @contextlib.contextmanager

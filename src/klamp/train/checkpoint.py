@@ -22,11 +22,12 @@ from typing import Any
 
 import numpy
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from klamp import models
-from klamp.errors import ConfigError, KlampError, writing
+from klamp.errors import ConfigError, KlampError, shown, writing
 from klamp.references import CheckpointStep, StepLag, parse
 from klamp.train.anchors import ReferencePolicyError, saved_steps
 from klamp.train.config import TrainConfig
@@ -150,12 +151,26 @@ def _in_order(config: Path) -> None:
 
 def load(saved: Saved, learner: Learner) -> int:
     """Put everything back as it was after ``saved.step`` and return the step."""
+    try:
+        return _load(saved, learner)
+    except KlampError:
+        raise
+    # Whole by its own manifest, and yet not what klamp writes: hand-made, or of another model.
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError, SafetensorError) as error:
+        if type(error) is RuntimeError and learner.accelerator.num_processes > 1:  # a lost process says so like this
+            raise
+        raise CheckpointError(
+            f"checkpoint {str(saved.path)!r} does not fit this run: {type(error).__name__} ({error!s:.300}). Remove it "
+            "to go on from the one before, or choose another --run."
+        ) from error
+
+
+def _load(saved: Saved, learner: Learner) -> int:
     folder = saved.path
     state = json.loads((folder / "trainer.json").read_text(encoding="utf-8"))
-    if state.get("format") != FORMAT:
-        raise CheckpointError(
-            f"checkpoint {str(folder)!r} has format {state.get('format')!r}; this klamp reads {FORMAT}."
-        )
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        found = state.get("format") if isinstance(state, dict) else type(state).__name__
+        raise CheckpointError(f"checkpoint {str(folder)!r} has format {shown(found)}; this klamp reads {FORMAT}.")
     learner.settle()
     _load_weights(folder, learner)
     restore_moments(learner, load_file(folder / "optimizer.safetensors"))
@@ -210,6 +225,8 @@ def damage(folder: Path) -> str | None:
         return "manifest.json does not name trainer.json"
     for name, expected in hashes.items():
         file = folder / name
+        if not file.resolve().is_relative_to(folder.resolve()):
+            return f"{name} leads out of it"
         if not file.is_file():
             return f"{name} is missing"
         if _hash(file) != expected:

@@ -66,7 +66,8 @@ class Learner:
         self.steering = Steering(config.kl)
         spec = parse(config.kl.reference)
         # Before the launcher wraps the model: an adapter of the reference's is sharded along with it.
-        self.reference: Reference = anchor(policy, self._forward, spec, run, on_cpu=config.kl.reference_on_cpu)
+        trust, on_cpu = config.trust_remote_code, config.kl.reference_on_cpu
+        self.reference: Reference = anchor(policy, self._forward, spec, run, on_cpu=on_cpu, trust_remote_code=trust)
         self.module, self.optimizer = accelerator.prepare(policy, adamw(policy, config.optim))
         if self.sharded:
             self.reference.shard(accelerator)

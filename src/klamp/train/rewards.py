@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klamp.errors import ConfigError, KlampError, unknown
+from klamp import models
+from klamp.errors import ConfigError, KlampError, require_number, shown, unknown
 from klamp.train.config import RewardConfig
 
 RewardFunction = Callable[..., Sequence[float]]
@@ -73,10 +74,7 @@ class Classifier:
     """The score of a sequence-classification model for prompt and completion: its only logit, or the last class's."""
 
     def __init__(self, name: str) -> None:
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-        self.tokenizer = AutoTokenizer.from_pretrained(name)
-        self.model = AutoModelForSequenceClassification.from_pretrained(name, use_safetensors=True).eval()
+        self.tokenizer, self.model = models.load_classifier(name)
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         self.model.config.pad_token_id = self.tokenizer.pad_token_id
@@ -95,15 +93,13 @@ def resolve(name: str) -> RewardFunction:
     if kind == "vader" and not colon:
         return vader
     if kind == "length":
-        try:
-            return partial(length, target=float(value))
-        except ValueError:
-            raise ConfigError(f"reward {name!r} needs a number of words, as in length:20.") from None
+        way_out = "It is a number of words, as in length:20."
+        return partial(length, target=require_number(f"reward {name!r}", value, at_least=0, way_out=way_out))
     if kind == "regex":
         try:
             return partial(regex, pattern=re.compile(value))
-        except re.error as error:
-            raise ConfigError(f"reward {name!r} is not a regular expression: {error}.") from None
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ConfigError(f"reward {shown(name)} is not a regular expression: {error}.") from None
     if kind == "match":
         return partial(match, column=value or "answer")
     if kind == "model":
@@ -123,6 +119,11 @@ def _import(name: str, module_name: str, function_name: str) -> RewardFunction:
         found = getattr(importlib.import_module(module_name), function_name, None)
     except ModuleNotFoundError as error:
         raise ConfigError(f"reward {name!r}: no module {error.name!r} here or installed.") from None
+    except Exception as error:  # whatever a stranger's module may raise when it is imported
+        first = (str(error).splitlines() or [""])[0]
+        raise ConfigError(
+            f"reward {name!r}: importing {module_name} raised {type(error).__name__}: {first}."
+        ) from error
     if not callable(found):
         raise ConfigError(f"reward {name!r}: {module_name} has no function {function_name!r}.")
     return found  # type: ignore[no-any-return]

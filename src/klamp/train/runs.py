@@ -49,6 +49,7 @@ class RunFolder:
 
     def claim(self, config: TrainConfig) -> None:
         """Refuse a folder that belongs to another configuration, or that holds a run which is not being resumed."""
+        no_links_out(self.path)
         self._not_in_use()
         saved = self.path / "config.yaml"
         if saved.is_file():
@@ -128,6 +129,19 @@ class RunFolder:
             if file.is_file():
                 with writing(file, GO_ON):
                     _keep_until(file, step)
+
+
+def no_links_out(folder: Path) -> None:
+    """Refuse a folder in which a link leads out: klamp would write there. The folder itself may be a link."""
+    if not folder.is_dir():
+        return
+    home = folder.resolve()
+    for place in (*folder.iterdir(), *folder.glob("checkpoints/*")):
+        if place.is_symlink() and not place.resolve().is_relative_to(home):
+            raise ConfigError(
+                f"{str(place)!r} is a link that leads out of {str(folder)!r}, to {str(place.resolve())!r}. Remove it; "
+                "to keep a run elsewhere, link the whole folder."
+            )
 
 
 def _flock(handle: IO[str], kind: int, run: Path) -> None:

@@ -11,6 +11,7 @@ from klamp.clamp import Clamped, Gauge, GaugeState
 from klamp.clamp import clamp as clamp_kl
 from klamp.controllers import Controller, Hold, HoldState, State
 from klamp.monitor import Alarm, Monitor
+from klamp.plain import from_plain
 from klamp.train.config import KLConfig
 
 
@@ -122,8 +123,8 @@ class Steering:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from :meth:`state_dict`."""
         self.state = None if saved["controller"] is None else State.from_dict(saved["controller"])
-        self.gauge_state = GaugeState(**saved["gauge"])
-        self.last = None if saved["last"] is None else Clamped(**saved["last"])
+        self.gauge_state = from_plain(GaugeState, saved["gauge"], finite=False)
+        self.last = None if saved["last"] is None else from_plain(Clamped, saved["last"], finite=False)
         self.monitor.load_state_dict(saved["monitor"])
 
 
