@@ -1,6 +1,7 @@
 # make compare  set up .venv, run adaptive beside static on the built-in model, write and name the report
 # make test     set up .venv, run every test this machine can run in a few minutes
 # make test-all the slow ones too
+# make faults   kill, starve and signal runs on purpose: the long form, fifty kills
 # make lint     ruff and mypy
 # make audit    what every KL term descends
 
@@ -12,7 +13,7 @@ STAMP := $(VENV)/.installed
 export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup compare test test-all lint format audit build clean
+.PHONY: setup compare test test-all faults lint format audit build clean
 
 setup: $(STAMP)
 
@@ -31,6 +32,9 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest
+
+faults: $(STAMP)
+	$(BIN)/python -m pytest tests/faults --kills 50
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
