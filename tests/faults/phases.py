@@ -1,7 +1,7 @@
 """A reward for the runs under test, and a process that signals itself at an exact point of a step.
 
 Imported by ``klamp train`` as ``phases:reward``. ``phases.json`` in the folder it runs in says what to do:
-``{"at": "sampling", "call": 40, "signals": [2, 15], "sleep": 0}``. Without it nothing happens.
+``{"at": "sampling", "call": 40, "signals": [2, 15], "sleep": 0, "rank": 0}``. Without it nothing happens.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 
 FILE = Path("phases.json")
 PLAN: dict[str, Any] = json.loads(FILE.read_text()) if FILE.is_file() else {}
+if "rank" in PLAN and str(PLAN["rank"]) != os.environ.get("RANK", "0"):
+    PLAN = {}
 CALLS = 0
 
 
@@ -49,15 +51,17 @@ def through(place: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def watch() -> None:
-    """Put :func:`reach` into sampling (at each token), training (before each update) and saving (at each file)."""
+    """Put :func:`reach` into sampling (at each token), training (at each loss), saving (at each file) and between."""
     from klamp.train import checkpoint
     from klamp.train.decode import Decoder
     from klamp.train.learner import Learner
+    from klamp.train.loop import Stop
 
     Decoder.draw = through("sampling", Decoder.draw)  # type: ignore[method-assign]
     Learner._loss = through("training", Learner._loss)  # type: ignore[method-assign]
     checkpoint.save_file = through("saving", checkpoint.save_file)  # type: ignore[attr-defined]
     checkpoint._seal = through("sealed", checkpoint._seal)
+    Stop.agree = through("agreed", Stop.agree)  # type: ignore[method-assign]
 
 
 if PLAN:

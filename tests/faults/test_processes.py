@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -26,15 +27,15 @@ WITHIN = 20.0
 """Seconds in which the other process has ended: on a machine with nothing else to do it takes one or two."""
 
 
-def pair(nursery: Nursery, file: Path, *more: object) -> list[Child]:
+def pair(nursery: Nursery, file: Path, *more: object, cwd: Path | None = None) -> list[Child]:
     """Two ranks of one run, as a launcher that does not look after them would start them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "2"}
     return [
-        nursery.klamp("train", "--config", file, *more, env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(2)
+        nursery.klamp("train", "--config", file, *more, cwd=cwd, env=common | {"RANK": str(n), "LOCAL_RANK": str(n)})
+        for n in range(2)
     ]
 
 
@@ -88,6 +89,17 @@ def test_one_that_does_not_answer_is_given_up(nursery: Nursery, write: Any, tmp_
     assert "no answer within process_timeout=3 s" in children[0].said
     children[1].signal(signal.SIGKILL)
     children[1].wait()
+
+
+def test_a_signal_after_they_agreed_counts_at_the_next_step(nursery: Nursery, write: Any, tmp_path: Path) -> None:
+    """Heard by one between the exchange and the save: it must not save alone, nor leave the other waiting."""
+    file = write("asked", reward=RewardConfig(functions=("phases:reward",)), save_every=STEPS)
+    plan = {"at": "agreed", "call": 3, "signals": [int(signal.SIGTERM)], "rank": 0}
+    (tmp_path / "phases.json").write_text(json.dumps(plan))
+    children = pair(nursery, file, cwd=tmp_path)
+    assert [child.wait(60) for child in children] == [143, 143], [child.said for child in children]
+    assert [row["step"] for row in rows(tmp_path / "asked" / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert saved_steps(tmp_path / "asked") == [4]
 
 
 # Under torchrun

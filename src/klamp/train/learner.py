@@ -108,8 +108,8 @@ class Learner:
         if moved:
             self.steering.fresh(kl)
             clamped = self._clamp(origin, kl, lambda: self._measure(rollout, prepared, anchors))
-        outcome = self._conclude(step, rollout, scored, sums, kl, clamped, seen.kl, prepared, moved=moved)
-        if not moved:  # a step that was left out teaches nothing; the first price waits for one that counts
+        outcome = self._conclude(step, rollout, scored, sums, kl, clamped, seen.kl, prepared)
+        if not moved:  # controllers count on one move a reading, and the first price waits for a batch that counts
             self.steering.state = began
         return outcome
 
@@ -123,20 +123,12 @@ class Learner:
         clamped: Clamped | None,
         token_kl: Tensor,
         prepared: Prepared,
-        *,
-        moved: bool,
     ) -> Outcome:
         priced = self.steering.beta
         per_token = {name: sums.mean(name) for name in ("kl/ref/exact", "kl/ref/k1", "kl/ref/k3", "kl/sampler/k1")}
         comparable = {"k3": per_token["kl/ref/k3"]} if self.config.kl.per == "token" else {}
         alarms = self.steering.observe(
-            step,
-            kl,
-            int(sums.count("sequences")),
-            clamped,
-            estimates=comparable,
-            sampler_kl=per_token["kl/sampler/k1"],
-            moved=moved,
+            step, kl, int(sums.count("sequences")), clamped, estimates=comparable, sampler_kl=per_token["kl/sampler/k1"]
         )
         self.settle()
         if self.reference.after_step(step):

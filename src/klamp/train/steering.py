@@ -86,17 +86,11 @@ class Steering:
         *,
         estimates: Mapping[str, float],
         sampler_kl: float | None,
-        moved: bool = True,
     ) -> list[Alarm]:
-        """The next price, and the alarms of the step. ``kl`` is the step's fresh KL in the unit of the target.
-
-        A step that did not move the policy leaves the price alone: the controllers' models count on one move a reading.
-        """
+        """The next price, and the alarms of the step. ``kl`` is the step's fresh KL in the unit of the target."""
         assert self.state is not None, "start() comes first"
         priced = self.state.beta
-        if not moved:
-            pass
-        elif isinstance(self.controller, Hold) and isinstance(self.state, HoldState):
+        if isinstance(self.controller, Hold) and isinstance(self.state, HoldState):
             effort = clamped.effort if clamped is not None else 0.0
             self.state = self.controller.update(self.state, kl, sequences, effort=effort)
         else:
