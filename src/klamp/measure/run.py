@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from klamp import models
+from klamp import jsonl, models
 from klamp.errors import ConfigError, require_number
 from klamp.measure.figures import Estimate, Figures, total
 from klamp.measure.pair import Pair, load_pair
@@ -25,7 +25,7 @@ from klamp.train.batch import Rollout
 from klamp.train.config import RolloutConfig
 from klamp.train.data import mix
 from klamp.train.rollouts import Sampler, context_of
-from klamp.train.runs import atomic_text, read_jsonl
+from klamp.train.runs import atomic_text, no_links_out, read_jsonl
 
 MAPPED = 6
 """Prompts whose tokens are shown one by one: those that drifted most."""
@@ -221,11 +221,12 @@ class Store:
         self.done: set[int] = set()
         if folder is None:
             return
+        no_links_out(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._claim(folder, settings)
         self.file = folder / f"parts-{rank}.jsonl"
         for line in self._lines():
-            self.done.add(int(line["block"]))
+            self.done.add(_block(line, folder))
 
     def add(self, block: int, found: list[dict[str, Any]]) -> None:
         """Keep the records of a block; on disk before this returns."""
@@ -249,7 +250,13 @@ class Store:
         for _, (file, offset) in sorted(index.items()):
             with file.open("rb") as handle:
                 handle.seek(offset)
-                yield from json.loads(handle.readline())["records"]
+                line = jsonl.parse(handle.readline().decode("utf-8", "replace"), f"{str(file)!r}, byte {offset}")
+            found = line.get("records")
+            if not isinstance(found, list) or not all(isinstance(r, dict) for r in found):
+                raise ConfigError(
+                    f"{str(file)!r}, byte {offset}: no records of klamp's. Remove the file to measure again."
+                )
+            yield from found
 
     def _wait(self, blocks: int, patience: float = 3600.0) -> dict[int, tuple[Path, int]]:
         """Where each block lies; waits for the other processes."""
@@ -270,7 +277,8 @@ class Store:
             with file.open("rb") as handle:
                 for raw in handle:
                     if raw.endswith(b"\n"):
-                        index.setdefault(int(json.loads(raw)["block"]), (file, offset))
+                        line = jsonl.parse(raw.decode("utf-8", "replace"), f"{str(file)!r}, byte {offset}")
+                        index.setdefault(_block(line, file), (file, offset))
                     offset += len(raw)
         return index
 
@@ -287,7 +295,10 @@ class Store:
         file = folder / "settings.json"
         wanted = asdict(settings)
         if file.is_file():
-            saved = json.loads(file.read_text(encoding="utf-8"))
+            try:
+                saved = jsonl.parse(file.read_text(encoding="utf-8"), str(file))
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"{str(file)!r} cannot be read: {error}. Choose another --out.") from None
             different = sorted(k for k in wanted if saved.get(k) != wanted[k])
             if different:
                 raise ConfigError(
@@ -295,6 +306,13 @@ class Store:
                 )
             return
         atomic_text(file, json.dumps(wanted, indent=1, ensure_ascii=False))
+
+
+def _block(line: dict[str, Any], file: Path) -> int:
+    block = line.get("block")
+    if isinstance(block, bool) or not isinstance(block, int):
+        raise ConfigError(f"{str(file)!r}: block must be a whole number, got {block!r:.80}. Choose another --out.")
+    return block
 
 
 def _check(settings: Settings, prompts: Sequence[str], completions: Sequence[str] | None) -> None:

@@ -156,7 +156,7 @@ def load(saved: Saved, learner: Learner) -> int:
     except KlampError:
         raise
     # Whole by its own manifest, and yet not what klamp writes: hand-made, or of another model.
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError, SafetensorError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError, SafetensorError) as error:
         if type(error) is RuntimeError and learner.accelerator.num_processes > 1:  # a lost process says so like this
             raise
         raise CheckpointError(
