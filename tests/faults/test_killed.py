@@ -160,7 +160,7 @@ def test_killed_in_the_middle_of_a_checkpoint(
     while assault.hits < wanted or not assault.torn:
         assert assault.strike(in_a_save(run, moments.uniform(0, 0.01))), "done before a kill hit a save"
     assert_same(assault.finish(16), left_by(unbroken, 16))
-    assert saved_steps(run) == [16]
+    assert saved_steps(run) in ([16], [15, 16]), "killed after its last save, it may have had no time to delete"
     count("in a save", assault.hits)
 
 
@@ -183,7 +183,10 @@ def test_what_a_kill_before_the_first_line_leaves_is_no_obstacle(nursery: Nurser
 
 
 def test_a_line_torn_by_a_kill_is_written_anew(nursery: Nursery, write: Any, tmp_path: Path) -> None:
-    """In each log, the probes of an experiment's run among them: what is appended never meets half a line."""
+    """In each log, the probes of an experiment's run among them: what is appended never meets half a line.
+
+    And a checkpoint half deleted goes, though the run has none left to save.
+    """
     file = write("torn", steps=4)
     assert nursery.klamp("train", "--config", file).wait() == 0
     run = tmp_path / "torn"
@@ -192,9 +195,12 @@ def test_a_line_torn_by_a_kill_is_written_anew(nursery: Nursery, write: Any, tmp
     for log in (folder.metrics, folder.samples, folder.alarms, folder.probes):
         with log.open("ab") as handle:
             handle.write(b'{"step": 5, "kl/ste')
+    half = run / "checkpoints" / ".step-000002.12345"
+    half.mkdir()
+    (half / "trainer.json").write_text("{")
     assert nursery.klamp("train", "--config", file, "--resume").wait() == 0
-    now = left_by(run, 4)
-    assert now == whole
+    assert_same(left_by(run, 4), whole)
+    assert not half.exists()
 
 
 # Comparisons and sweeps: processes with processes of their own

@@ -75,7 +75,7 @@ def save(run: Path, step: int, learner: Learner, tokenizer: Any, config: TrainCo
 def _save_aside(final: Path, write: Callable[[Path], None]) -> None:
     """Fill a folder aside, seal it, give it its name; one that cannot be filled is removed and its space given back."""
     final.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(final.parent)
+    sweep(final.parent)
     aside = final.parent / f".{final.name}.{os.getpid()}"
     try:
         aside.mkdir()
@@ -270,8 +270,8 @@ def _hash(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _sweep(folder: Path) -> None:
-    """Remove what a killed process left half written."""
+def sweep(folder: Path) -> None:
+    """Remove what a killed process left half written or half deleted."""
     for leftover in folder.glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
 

@@ -136,6 +136,7 @@ class Trainer:
                 self.display.say("nothing to resume: no checkpoint yet, starting at step 1")
         if main:
             self.folder.rewind(done)
+            checkpoint.sweep(self.folder.path / "checkpoints")
         self.accelerator.wait_for_everyone()
         return done
 
