@@ -4,7 +4,9 @@
     python benchmarks/train_step.py --model smollm2 --completions 128 --tokens 48   # a GPU
     python benchmarks/train_step.py --model FOLDER --random ...   # an architecture with random weights
 
-Prints seconds a step (median after warm-up), the ratio, what KL costs klamp, and peak memory on a GPU. Both train a
+Prints seconds a step (median after warm-up), the ratio, what KL costs klamp, and peak memory on a GPU. On a CPU there
+is the processors' time as well, threads added up: what a machine with other work to do can compare by, with
+OMP_WAIT_POLICY=passive so that waiting threads sleep. Both train a
 LoRA adapter of rank 16 on all linear layers with one update a batch; neither uses vLLM. Generation runs to the last
 token in both when the weights are random, so the work is the same.
 """
@@ -74,16 +76,17 @@ def klamp_steps(args: argparse.Namespace, prompts: Path, kl: KLConfig) -> dict[s
     """Median seconds of a step and of its parts."""
     forget()
     trainer = klamp_trainer(args, prompts, kl)
-    laps: dict[str, list[float]] = {"step": [], "sample": [], "update": []}
+    laps: dict[str, list[float]] = {"step": [], "sample": [], "update": [], "cpu": []}
     for step in range(1, args.warmup + args.steps + 1):
-        a = now()
+        a, busy = now(), time.process_time()
         rollout = trainer.sample(step)
         b = now()
         scored = trainer.scorer(rollout.prompts, rollout.completions, rollout.columns)
         trainer.learner.step(step, rollout, scored)
         trainer.sampler.refresh()
         c = now()
-        for name, seconds in (("step", c - a), ("sample", b - a), ("update", c - b)):
+        busy = time.process_time() - busy
+        for name, seconds in (("step", c - a), ("sample", b - a), ("update", c - b), ("cpu", busy)):
             laps[name].append(seconds)
     found = {name: statistics.median(v[args.warmup :]) for name, v in laps.items()}
     found["memory"] = peak()
@@ -131,11 +134,11 @@ def trl_steps(args: argparse.Namespace, prompts: list[str]) -> dict[str, float]:
     from trl import GRPOConfig, GRPOTrainer
 
     forget()
-    stamps: list[float] = []
+    stamps: list[tuple[float, float]] = []
 
     class Stamp(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            stamps.append(now())
+            stamps.append((now(), time.process_time()))
 
     cuda = torch.cuda.is_available()
     config = GRPOConfig(
@@ -165,8 +168,9 @@ def trl_steps(args: argparse.Namespace, prompts: list[str]) -> dict[str, float]:
         callbacks=[Stamp()],
     )
     trainer.train()
-    gaps = [b - a for a, b in itertools.pairwise(stamps)]
-    return {"step": statistics.median(gaps[args.warmup :]), "memory": peak()}
+    gaps = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(stamps)][args.warmup :]
+    step, busy = (statistics.median(each) for each in zip(*gaps, strict=True))
+    return {"step": step, "cpu": busy, "memory": peak()}
 
 
 def random_weights(folder: str) -> str:
@@ -210,12 +214,13 @@ def main() -> None:
     }
     if not args.no_trl:
         rows["TRL GRPOTrainer"] = trl_steps(args, prompts)
-    base = rows.get("TRL GRPOTrainer", {}).get("step", float("nan"))
-    print(f"{'':<26}{'s/step':>8}{'sample':>8}{'update':>8}{'KL':>7}{'TRL/it':>8}{'GiB':>7}")
+    base = rows.get("TRL GRPOTrainer", {"step": float("nan"), "cpu": float("nan")})
+    print(f"{'':<26}{'s/step':>8}{'sample':>8}{'update':>8}{'KL':>7}{'TRL/it':>8}{'cpu s':>8}{'TRL/it':>8}{'GiB':>7}")
     for name, row in rows.items():
         share = f"{row['kl cost'] / row['step']:>6.1%} " if "kl cost" in row else f"{'':>7}"
         parts = f"{row['sample']:>8.3f}{row['update']:>8.3f}" if "sample" in row else f"{'':>16}"
-        print(f"{name:<26}{row['step']:>8.3f}{parts}{share}{base / row['step']:>8.2f}{row['memory']:>7.2f}")
+        ratios = f"{base['step'] / row['step']:>8.2f}{row['cpu']:>8.3f}{base['cpu'] / row['cpu']:>8.2f}"
+        print(f"{name:<26}{row['step']:>8.3f}{parts}{share}{ratios}{row['memory']:>7.2f}")
     print("KL: share of the step taken by the reference's forward pass and by the exact KL in the head.")
 
 

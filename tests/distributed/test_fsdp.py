@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ CASES: dict[str, dict[str, Any]] = {
     "ppo": {"algorithm": {"name": "ppo"}},
     "lora-ema": {"kl": {"reference": "ema:0.9"}},
     "full-periodic": {"full": True, "kl": {"reference": "periodic:1"}},
+    "full-lag": {"full": True, "kl": {"reference": "lag:1"}},
+    "lora-model": {"kl": {"reference": "model:its-own"}},
 }
 RUNS: dict[str, dict[str, Any]] = {
     # Learning rates at which the clamp has to work.
@@ -124,14 +127,20 @@ def agree(ours: dict[str, Any], theirs: dict[str, Any], bound: float) -> None:
 
 
 def compared(make_config: Any, folder: Path, names: list[str], processes: int, **env: str) -> None:  # noqa: F811
+    def made(name: str, run: str) -> TrainConfig:
+        config: TrainConfig = make_config(run=str(folder / run), **CASES[name])
+        if config.kl.reference == "model:its-own":  # another model beside the policy: here the one it started as
+            return replace(config, kl=replace(config.kl, reference=f"model:{config.model}"))
+        return config
+
     for name in names:
-        (folder / f"{name}.yaml").write_text(to_yaml(make_config(run=str(folder / name), **CASES[name])))
+        (folder / f"{name}.yaml").write_text(to_yaml(made(name, name)))
     ranks = launch(folder, names, processes=processes, **env)
     for name in names:
         assert ranks[0][name]["sharded"], "FSDP2 was on"
         for rank in ranks[1:]:
             assert rank[name] == ranks[0][name], "every rank sees the same weights and metrics"
-        agree(alone(make_config(run=str(folder / f"{name}-alone"), **CASES[name])), ranks[0][name], 1e-5)
+        agree(alone(made(name, f"{name}-alone")), ranks[0][name], 1e-5)
 
 
 def test_two_shards_make_the_update_of_one_process(make_config: Any, tmp_path: Path) -> None:  # noqa: F811
@@ -184,6 +193,13 @@ def test_a_checkpoint_of_shards_is_anybodys(make_config: Any, tmp_path: Path) ->
         count = sum(t.numel() for t in load_file(saved / file).values())
         assert count == len(ranks[0][name]["weights"])
     AutoModelForCausalLM.from_pretrained(tmp_path / "run-full" / "checkpoints" / "step-000002")
+
+
+def test_a_reference_that_loads_adapters_is_refused_with_lora(trainer: Any) -> None:
+    from klamp.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=r"lag:2 .* FSDP2"):
+        trainer(kl={"reference": "lag:2"}).learner.reference.shard(None)
 
 
 @pytest.mark.parametrize(
