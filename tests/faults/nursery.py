@@ -138,6 +138,7 @@ def _start(request: dict[str, Any], pipes: dict[int, int]) -> int:
     code = 1
     try:
         os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started deaf to it
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(write, 1)
         os.dup2(write, 2)
