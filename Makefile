@@ -1,7 +1,7 @@
 # make compare  set up .venv, run adaptive beside static on the built-in model, write and name the report
 # make test     set up .venv, run every test this machine can run in a few minutes
 # make test-all the slow ones too
-# make faults   kill, starve and signal runs on purpose: the long form, fifty kills
+# make faults   kill, starve, signal and fuzz on purpose: the long form, fifty kills
 # make lint     ruff and mypy
 # make audit    what every KL term descends
 
@@ -35,6 +35,7 @@ test-all: $(STAMP)
 
 faults: $(STAMP)
 	$(BIN)/python -m pytest tests/faults --kills 50
+	KLAMP_FUZZ=long $(BIN)/python -m pytest tests/hostile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -2,7 +2,8 @@
 
 A byte-order mark and Windows line ends are read as what they are. Refused, with the line: other encodings than UTF-8,
 lines of more than ``LONGEST`` bytes, nesting too deep to read, ``NaN`` and ``Infinity`` (JSON has neither), numbers of
-thousands of digits, half of a surrogate pair, and anything that is no object.
+thousands of digits, and anything that is no object; of what a person gives, also a key twice and half of a surrogate
+pair, which no tokenizer takes.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ def lines(file: Path) -> Iterator[tuple[int, str, bool]]:
         raise ConfigError(f"{str(file)!r} cannot be read: {error}.") from None
 
 
-def rows(file: Path, *, unique: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Numbered objects; empty lines are passed over. ``unique`` refuses an object that names a key twice."""
+def rows(file: Path, *, strict: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Numbered objects; empty lines are passed over. ``strict`` refuses a key twice and half of a surrogate pair."""
     for number, text, _ in lines(file):
         if text and not text.isspace():
-            yield number, parse(text, f"{str(file)!r}, line {number}", unique=unique)
+            yield number, parse(text, f"{str(file)!r}, line {number}", strict=strict)
 
 
 def whole(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -77,16 +78,16 @@ def backwards(file: Path) -> Iterator[tuple[int, bytes]]:
                 end -= len(line)
 
 
-def parse(text: str, where: str, *, unique: bool = False) -> dict[str, Any]:
+def parse(text: str, where: str, *, strict: bool = False) -> dict[str, Any]:
     """The object in ``text``; :class:`ConfigError` that begins with ``where`` for anything else."""
     try:
-        row = (STRICT if unique else PLAIN).decode(text)
+        row = (STRICT if strict else PLAIN).decode(text)
     except (ValueError, RecursionError) as error:
         said = str(error) if isinstance(error, ValueError) else "nested too deep"
         raise ConfigError(f"{where}: not JSON ({said:.200}).") from None
     if not isinstance(row, dict):
         raise ConfigError(f"{where}: must be an object, got {type(row).__name__}.")
-    if "\\u" in text:
+    if strict and "\\u" in text:
         try:
             json.dumps(row, ensure_ascii=False).encode()
         except (UnicodeEncodeError, RecursionError):

@@ -50,8 +50,10 @@ class Browser:
         """A DevTools command for the page."""
         return self._send(method, params, self.session)
 
-    def open(self, page: Path, *, width: int = 1400, height: int = 900, dark: bool = False) -> None:
-        """Load a file at a size and wait until its charts are drawn."""
+    def open(
+        self, page: Path, *, width: int = 1400, height: int = 900, dark: bool = False, charts: bool = True
+    ) -> None:
+        """Load a file at a size and wait until its charts are drawn, or, without charts, until it is complete."""
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
@@ -60,7 +62,10 @@ class Browser:
         self.events.clear()
         self.call("Page.navigate", url=page.resolve().as_uri())
         deadline = time.monotonic() + PATIENCE
-        while self.evaluate("document.documentElement?.dataset.drawn") != "true":
+        ready = "document.documentElement?.dataset.drawn === 'true'"
+        if not charts:
+            ready = f"document.readyState === 'complete' && location.href === {json.dumps(page.resolve().as_uri())}"
+        while not self.evaluate(ready):
             assert time.monotonic() < deadline, f"the page did not draw: {self.problems()}"
             time.sleep(0.1)
 

@@ -25,6 +25,10 @@ HOSTILE = [
     "👩‍👩‍👧 🎉",
     "&lt;b&gt; &amp; {{data}} ${1}",
     "\u2028\u2029\ud800",
+    "\u2067\u2066\u061c\ufeff\x9b",
+    "مرحبا بالعالم",
+    "</p></article></main><style>*{display:none}</style>",
+    "\"' onmouseover=\"document.title='owned'",
 ]
 """What a model could say to a page that trusted it."""
 

@@ -15,6 +15,16 @@ import pytest
 from klamp.report import write_runs
 
 pytestmark = pytest.mark.skipif(chrome.found() is None, reason="no chromium here: apt-get install chromium")
+IN_ORDER = """[...document.querySelectorAll('PLACE')].reduce((n, p) => {
+  const spans = [...p.children].map((s) => s.getClientRects()).filter((r) => r.length === 1).map((r) => r[0]);
+  for (let i = 1; i < spans.length; i++) {
+    if (Math.abs(spans[i].top - spans[i - 1].top) > 1) continue; // another line
+    if (spans[i].left < spans[i - 1].right - 1) return -1e9;
+    n += 1;
+  }
+  return n;
+}, 0)"""
+"""How many neighbours on one line stand in the order they were said; hugely negative where any do not."""
 SIZES = {"desktop": (1400, 900), "phone": (390, 844)}
 
 
@@ -112,6 +122,19 @@ def test_markup_in_completions_is_shown_and_never_run(browser: chrome.Browser, p
     browser.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=data:, onerror=\"document.title=1\">')")
     browser.evaluate("new Promise(r => setTimeout(r, 200))")
     assert browser.evaluate("document.title") == "compare"
+
+
+def test_the_order_of_tokens_is_kept_whatever_their_direction(browser: chrome.Browser, page: Path) -> None:
+    browser.open(page)
+    assert browser.evaluate(IN_ORDER.replace("PLACE", "#samples article:not([hidden]) p")) > 50
+    lead = browser.evaluate("getComputedStyle(document.querySelector('#samples h3 bdi')).unicodeBidi")
+    assert lead == "isolate"
+    # the dots after a prompt stay to its right
+    after = (
+        "(h => { const r = document.createRange(); r.selectNode(h.lastChild); return r.getBoundingClientRect().left "
+    )
+    after += ">= h.querySelector('bdi').getBoundingClientRect().right - 1 })"
+    assert browser.evaluate(f"[...document.querySelectorAll('#samples h3')].every({after})")
 
 
 def test_chips_hide_an_arm_and_tabs_change_the_step(browser: chrome.Browser, page: Path) -> None:

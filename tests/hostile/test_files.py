@@ -149,7 +149,7 @@ def test_a_line_without_end_is_refused_in_bounded_memory(tmp_path: Path, name: s
         data.load(str(file), "tiny")
     assert tracemalloc.get_traced_memory()[1] < 4 * jsonl.LONGEST
     with file.open("rb+") as handle:
-        handle.write(b'{"step":        1}\n')
+        handle.write(b'{"step":       1}\n')
     file.rename(tmp_path / "metrics.jsonl")
     with pytest.raises(ConfigError, match="line 2: longer than"):
         records.read(tmp_path)

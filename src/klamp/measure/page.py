@@ -48,8 +48,13 @@ def page(m: Measurement) -> str:
     parts = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
         "<meta name='viewport' content='width=device-width, initial-scale=1'>",
+        # Markup that slipped through would still be dead: nothing is fetched and no script runs.
+        "<meta http-equiv='Content-Security-Policy' content=\"default-src 'none'; style-src 'unsafe-inline'; "
+        "img-src data:; base-uri 'none'; form-action 'none'\">",
+        "<link rel='icon' href='data:,'>",
         f"<title>KL of {show(s.policy)} from {show(s.reference)}</title><style>{STYLE}</style></head><body>",
-        f"<h1>How far is <code>{show(s.policy)}</code> from <code>{show(s.reference)}</code>?</h1>",
+        f"<h1>How far is <code><bdi>{show(s.policy)}</bdi></code> from "
+        f"<code><bdi>{show(s.reference)}</bdi></code>?</h1>",
         f"<p class='lead'>{html.escape(finding(m))}</p>",
         f"<p class='soft'>{m.prompts} prompts, {m.sequences} completions, {m.tokens} tokens. Intervals are 95 %, over "
         "prompts.</p>",
@@ -82,7 +87,8 @@ def show(text: object) -> str:
 def _visible(c: str) -> str:
     if c in "\n\t":
         return c
-    if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co") and c != "\u200d":  # emoji are joined by U+200D
+    hidden = unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+    if hidden and c != "\u200d":  # emoji are joined by U+200D
         return f"\u27e8U+{ord(c):04X}\u27e9"
     return c
 
@@ -130,7 +136,7 @@ def _maps(maps: list[dict[str, Any]]) -> str:
     if not maps:
         return ""
     blocks = "".join(
-        f"<p class='soft'>{show(m['prompt'])} &middot; {m['kl']:.3g} nats per token</p>"
+        f"<p class='soft'><bdi>{show(m['prompt'])}</bdi> &middot; {m['kl']:.3g} nats per token</p>"
         f"<div class='text'>{''.join(_token(t) for t in m['tokens'])}</div>"
         for m in maps
     )
@@ -144,7 +150,7 @@ def _token(t: dict[str, Any]) -> str:
     shade = 1 - math.exp(-2.0 * max(t["kl"], 0.0))
 
     def told(who: str) -> str:
-        return ", ".join(f"{show(repr(token))} {p:.0%}" for token, p in t[who])
+        return ", ".join(f"<bdi>{show(repr(token))}</bdi> {p:.0%}" for token, p in t[who])
 
     why = f"{t['kl']:.3g} nats\npolicy: {told('policy')}\nreference: {told('reference')}"
     return (
@@ -155,7 +161,8 @@ def _token(t: dict[str, Any]) -> str:
 
 def _tokens(tokens: list[dict[str, Any]]) -> str:
     rows = "".join(
-        f"<tr><td class='n'>{t['kl']:.3g}</td><td>{show(t['before'])} <b>{show(t['token'])}</b></td>"
+        f"<tr><td class='n'>{t['kl']:.3g}</td>"
+        f"<td><bdi>{show(t['before'])}</bdi> <b><bdi>{show(t['token'])}</bdi></b></td>"
         f"<td class='n soft'>prompt {t['prompt'] + 1}</td></tr>"
         for t in tokens
     )
@@ -164,7 +171,7 @@ def _tokens(tokens: list[dict[str, Any]]) -> str:
 
 def _prompts(prompts: list[dict[str, Any]]) -> str:
     rows = "".join(
-        f"<tr><td class='n'>{p['kl']:.3g}</td><td>{show(p['text'])}</td>"
+        f"<tr><td class='n'>{p['kl']:.3g}</td><td><bdi>{show(p['text'])}</bdi></td>"
         f"<td class='n soft'>prompt {p['prompt'] + 1}</td></tr>"
         for p in prompts
     )

@@ -39,6 +39,8 @@ from klamp.train.runs import GO_ON, sync_folder
 from klamp.train.sharded import put
 
 FORMAT = "klamp-checkpoint/1"
+NOT_OURS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, SafetensorError)
+"""What reading values that klamp did not write stumbles with."""
 
 
 class CheckpointError(KlampError, RuntimeError):
@@ -156,7 +158,7 @@ def load(saved: Saved, learner: Learner) -> int:
     except KlampError:
         raise
     # Whole by its own manifest, and yet not what klamp writes: hand-made, or of another model.
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError, SafetensorError) as error:
+    except (*NOT_OURS, RuntimeError) as error:
         if type(error) is RuntimeError and learner.accelerator.num_processes > 1:  # a lost process says so like this
             raise
         raise CheckpointError(

@@ -74,7 +74,7 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 def read_jsonl(file: Path, field: str = "prompt") -> list[dict[str, Any]]:
     """One JSON object a line, each with a non-empty string ``field``; errors name the line."""
     found = []
-    for number, row in jsonl.rows(file, unique=True):
+    for number, row in jsonl.rows(file, strict=True):
         if not isinstance(row.get(field), str) or not row[field]:
             raise ConfigError(
                 f'{field}s {str(file)!r}, line {number}: "{field}" must be a non-empty string, got '
