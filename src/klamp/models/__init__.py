@@ -228,31 +228,18 @@ def _no_dropout(config: Any) -> None:
             _no_dropout(value)
 
 
-def _not_loaded(name: str | os.PathLike[str], error: Exception) -> ConfigError:
-    first = " ".join(str(error).split())[:400]
-    return ConfigError(f"model {os.fspath(name)!r} could not be loaded: {first or type(error).__name__}")
-
-
 @contextlib.contextmanager
 def _loading(name: str | os.PathLike[str]) -> Iterator[None]:
     """transformers' own errors in one sentence each, and no progress bars into pipes."""
     try:
         with _quiet(not sys.stderr.isatty()):
             yield
-    except ConfigError:
+    except (ConfigError, ImportError, MemoryError):
         raise
-    # A folder from a stranger can stumble transformers, tokenizers and safetensors in ways of their own.
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
-        raise _not_loaded(name, error) from error
+    # A stranger's folder makes transformers, tokenizers and safetensors stumble with errors of every kind.
     except Exception as error:
-        if type(error).__module__.partition(".")[0] not in (
-            "safetensors",
-            "safetensors_rust",
-            "builtins",
-            "huggingface_hub",
-        ):
-            raise
-        raise _not_loaded(name, error) from error
+        first = " ".join(str(error).split())[:400] or type(error).__name__
+        raise ConfigError(f"model {os.fspath(name)!r} could not be loaded: {first}") from error
 
 
 def _lines(path: Path) -> list[str]:
