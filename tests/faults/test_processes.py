@@ -143,7 +143,7 @@ def test_torchrun_restarts_a_killed_process_from_the_checkpoint(
 
 @pytest.mark.slow
 def test_ctrl_c_under_torchrun_is_one_signal(write: Any, tmp_path: Path) -> None:
-    """The terminal sends it to every process, and torchrun sends it on: the step is saved all the same."""
+    """However it reaches the processes, through the terminal or through torchrun, it counts once: the step is saved."""
     run = tmp_path / "asked"
     process = torchrun(write("asked", steps=5000, save_every=5000))
     until = time.monotonic() + 120

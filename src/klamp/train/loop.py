@@ -7,7 +7,6 @@ from its last checkpoint exactly as if it had not been.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import time
 import warnings
@@ -230,9 +229,6 @@ class Stop:
         """The signal this process heard."""
         self.leaving = 0
         """The signal that all processes agreed to leave by, at the last :meth:`agree`."""
-        self.heard_at = 0.0
-        # torchrun passes Ctrl-C on to processes that the terminal has sent it to already.
-        self.echo = 2.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
         self.before: dict[int, Any] = {}
 
     def listening(self) -> Stop:
@@ -251,11 +247,9 @@ class Stop:
             signal.signal(number, handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if not self.asked:
-            self.asked, self.heard_at = number, now
-        elif now - self.heard_at >= self.echo:
+        if self.asked:
             raise SystemExit(128 + number)
+        self.asked = number
 
     def agree(self, accelerator: Any) -> None:
         """A signal that one process heard counts for all: saving is something they do together.
