@@ -2,13 +2,13 @@
 
     python benchmarks/train_step.py                       # tiny, 8 completions of 24 tokens: a CPU
     python benchmarks/train_step.py --model smollm2 --completions 128 --tokens 48   # a GPU
-    python benchmarks/train_step.py --model FOLDER --random ...   # an architecture with random weights
+    python benchmarks/train_step.py --model smollm2 --random ...  # an architecture with random weights
 
-Prints seconds a step (median after warm-up), the ratio, what KL costs klamp, and peak memory on a GPU. On a CPU there
-is the processors' time as well, threads added up: what a machine with other work to do can compare by, with
-OMP_WAIT_POLICY=passive so that waiting threads sleep. Both train a
-LoRA adapter of rank 16 on all linear layers with one update a batch; neither uses vLLM. Generation runs to the last
-token in both when the weights are random, so the work is the same.
+Prints seconds a step (median after warm-up), the ratio, what KL costs klamp, and peak memory on a GPU; beside them the
+processors' time, threads added up, which a machine with other work to do can compare by (OMP_WAIT_POLICY=passive lets
+waiting threads sleep). Both train a LoRA adapter of rank 16 on all linear layers with one update a batch; neither uses
+vLLM. Generation runs to the last token in both when the weights are random, so the work is the same; with trained
+weights either may end early.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def klamp_trainer(args: argparse.Namespace, prompts: Path, kl: KLConfig) -> Trai
         run=tempfile.mkdtemp() + "/run",
         steps=10_000,
         save_every=10_000,
-        rollout=RolloutConfig(prompts=args.completions // GROUP, group_size=GROUP, max_tokens=args.tokens),
+        # TRL takes a prompt that is text as it is; with the chat template klamp's would be four times as long.
+        rollout=RolloutConfig(prompts=args.completions // GROUP, group_size=GROUP, max_tokens=args.tokens, chat=False),
         optim=OptimConfig(lr=args.lr),
         lora=LoraConfig(rank=16, alpha=32),
         kl=kl,
@@ -200,7 +201,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     label = args.model
     if args.random:
-        args.model = random_weights(args.model)
+        args.model = random_weights(models.resolve(args.model))
     prompts = [f"Write a one-sentence review of thing number {i}." for i in range(64)]
     if label in models.BUILTIN:
         prompts = models.prompts(label)[:64]
