@@ -89,10 +89,9 @@ def test_markup_and_control_characters_are_shown_and_inert(browser: chrome.Brows
 def test_direction_does_not_leak_out_of_a_token_or_a_prompt(browser: chrome.Browser, page: Path) -> None:
     browser.open(page, charts=False)
     assert browser.evaluate(IN_ORDER.replace("PLACE", ".text")) > 20
+    # what stands after a prompt stays to its right, or on a line below
     after = "(p => { const r = document.createRange(); r.selectNode(p.lastChild); const t = r.getBoundingClientRect(); "
-    after += (
-        "const b = p.querySelector('bdi').getBoundingClientRect(); return t.left >= b.right - 1 || t.top > b.top })"
-    )
-    assert browser.evaluate(
-        f"[...document.querySelectorAll('p.soft')].filter(p => p.querySelector('bdi')).every({after})"
-    )
+    after += "const b = p.children[0].getBoundingClientRect(); return t.left >= b.right - 1 || t.top > b.top })"
+    prompts = "[...document.querySelectorAll('p.soft')].filter(p => p.nextElementSibling?.className === 'text')"
+    assert browser.evaluate(f"{prompts}.length") == len(fabricated.HOSTILE)
+    assert browser.evaluate(f"{prompts}.every({after})")
