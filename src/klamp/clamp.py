@@ -298,6 +298,8 @@ class GaugeState:
     share: float = 1.0
     """How much of the growth that a step shows on its own tokens is there on fresh ones, in logarithms."""
     pairs: int = 0
+    spread: float = 0.006
+    """Variance of the surprises, in logarithms of KL: 8 % to begin with, as of a batch of some tens of sequences."""
 
 
 @dataclass(frozen=True)
@@ -306,16 +308,16 @@ class Gauge:
 
     A batch reads KL with an error of 5 to 15 %, but it reads the weights before and after its update with the same
     error. So the change is known ten times better than the level: the gauge adds up the changes and lets each fresh
-    reading correct the sum by a quarter.
+    reading correct the sum, by a quarter where batches are good to 8 %, by less where they are noisier.
 
         gauge_state = gauge.update(gauge_state, fresh_kl, last_clamped)     # at the start of a step
         own = measure()                                                     # after its update, on its own tokens
         last_clamped = clamp(measure, scale, gauge.limit(gauge_state, limit, own), kl=own)
     """
 
-    rate: float = 0.25
-    """Share of a fresh reading in the level, once four are there. The changes add up with a small error of one sign:
-    an update lowers or raises KL most on its own tokens."""
+    drift: float = 0.02
+    """How far the sum of the changes goes astray in a step. Its errors have one sign: an update lowers or raises KL
+    most on its own tokens. Over the noise of the readings it is their weight, as in a steady Kalman filter."""
     learn: float = 0.1
     """How fast the share of growth is learned, where a step grew by much; from small growths nothing is."""
 
@@ -332,18 +334,22 @@ class Gauge:
         expected = self._expected(state, last.kl_before) * last.kl_after / last.kl_before
         # a factor of two is beyond any batch's noise, and as far as one may pull
         surprise = min(max(math.log(fresh / expected), -0.7), 0.7)
-        level = expected * math.exp(max(self.rate, 1 / (state.pairs + 2)) * surprise)
+        first = 1 / (state.pairs + 2)
+        spread = state.spread + max(0.05, first) * (surprise * surprise - state.spread)
+        weight = min(max(self.drift / math.sqrt(max(spread, 1e-6)), 0.08), 0.3)
+        level = expected * math.exp(max(weight, first) * surprise)
         grown = _growth(state.reading, last.kl_before)
         share = state.share + self.learn * surprise * grown / (grown * grown + 0.1)  # 0.1: growth of 30 % halves it
-        return GaugeState(level, fresh, min(max(share, 0.0), 1.2), state.pairs + 1)
+        return GaugeState(level, fresh, min(max(share, 0.0), 1.2), state.pairs + 1, spread)
 
     def limit(self, state: GaugeState, limit: float, own: float) -> float:
         """The limit for own tokens that read ``own`` after the update.
 
-        It keeps 9 % back for the noise of the level, and 15 % / sqrt(n) more while that rests on n readings.
+        It keeps 5 % back, and nearly half the noise of a reading for what of it is left in the level; 15 % / sqrt(n)
+        more while that rests on n readings.
         """
         _check_limit(limit)
-        back = math.exp(-0.09 - 0.15 / math.sqrt(state.pairs + 1))
+        back = math.exp(-0.05 - 0.45 * math.sqrt(state.spread) - 0.15 / math.sqrt(state.pairs + 1))
         if not _positive(own):
             return limit * back
         return limit * back * min(max(own / self._expected(state, own), 0.5), 3.0)

@@ -215,12 +215,37 @@ def test_within_five_points_of_the_best_constant_in_hindsight(bench, ramp: float
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ramp", [2.5, 8.0, 25.0])
-@pytest.mark.parametrize("wrong", [0.1, 1.0])
+@pytest.mark.parametrize("wrong", [0.1, 1.0, 10.0])
 def test_with_the_clamp_kl_stays_in_band(bench, ramp: float, wrong: float) -> None:  # type: ignore[no-untyped-def]
-    runs = bench.policy.draw(31337, 10, ramp)
+    runs = bench.policy.draw(31337, 12, ramp)
     beta0 = runs.feed_forward * wrong
     hold = bench.held(beta0, int, told=wrong == 1.0, clamped=True)
     trace = bench.train.train(runs, hold, beta0, clamped=True)
-    assert bench.train.in_band(trace.kl).mean() > 97
-    assert (trace.kl / bench.train.LIMIT > 1.1).mean() < 0.002
-    assert trace.effort[len(trace.effort) // 2 :].mean() < 0.04
+    assert bench.train.in_band(trace.kl).mean() > 97.5  # 98 is the aim; a mean over 12 runs is good to half a point
+    assert (trace.kl / bench.train.LIMIT).max() < 1.1
+    # Reward against a constant price at the same KL: the mean over 12 runs is good to about 1 %, the aim is -1 %.
+    assert bench.train.constants(runs, 15).gain(trace) > -2
+
+
+def test_under_a_clamp_the_strain_reads_off_the_price() -> None:
+    # A plant that climbs by 0.05 (1 - beta / 0.5) at x = 1, all of which the clamp undoes.
+    hold = Hold(0.1, "token", init_beta=0.05, clamped=True)
+    state, x = hold.init(), 0.0
+    for _ in range(80):
+        x = max(x + 0.05 * (1 - x * state.beta / 0.5), 0.0)
+        effort = max(math.log(x), 0.0)
+        x = min(x, 1.0)
+        state = hold.update(state, 0.1 * x * x, effort=effort)
+    strain = 1 - state.beta / 0.5
+    assert 0.02 < strain < 0.2, state
+
+
+def test_a_laxer_clamp_does_not_let_kl_rest_above_the_target() -> None:
+    hold = Hold(0.1, "token", init_beta=0.1, clamped=True)
+    state, x = hold.init(), 0.0
+    for _ in range(200):
+        x = max(x + 0.05 * (1 - x * state.beta / 0.5), 0.0)
+        effort = max(math.log(x / 1.4), 0.0)  # held at twice the target only
+        x = min(x, 1.4)
+        state = hold.update(state, 0.1 * x * x, effort=effort)
+    assert x < 1.12, (x, state)

@@ -68,14 +68,30 @@ RISE, FALL = 1.4, 0.13  # largest change of log beta a step: up at once, for KL 
 CLIMB, CLIMB_FALL = 40.0, 0.02  # on a climb that arrives within 40 steps by itself, beta falls by 2 % a step at most
 SPEED_RATE = 0.25  # the climb is averaged over about four steps
 
-# With a clamp beside it.
-LEAN = 0.1  # a price 10 % under beta* rests KL lightly on the clamp, which cuts the upper half of its wander
-LEAN_IDLE, IDLE = 0.03, 15  # and 3 % lower a step while KL is low and the clamp is idle, 15 steps at most
-LOW = 0.95  # x below which KL counts as low: a tenth of KL under the target. A clamped KL rests just under the target
-GIVE, MOST_GIVE = 6.0, 0.2  # with a clamp there is no hurry: beta rises by 6 times its effort, 20 % a step at most.
-# Unchecked, one touch of the clamp tripled the price of a plant whose pace was misjudged, and KL left the band below
-ARRIVED = 0.85  # x at which a price that was only guessed has brought KL home: see _arrive
-SURE = 0.5  # variance of log beta* below which the filter thinks it knows it
+# With a clamp beside it. Strain is the clamp's effort over the free pace of x: the share of a step that it undoes.
+LEAN = 0.25  # before the clamp first acts, a price 25 % under beta* brings KL to it: there is no hurry up
+LEAN_CLIMB = 2.5  # and a climb that arrives within 2.5 times its free time by itself is not pushed: what is learned
+# under a price far too low is worth less, and has to be unlearned
+STRAIN, STRAIN_FAST = 0.05, 1.3  # the strain to keep: 5 %, and 1.3 % more for each 1 % of x that a step may move, up to
+MOST_STRAIN = 0.4  # 40 %. At that price KL rests on the clamp, which cuts the upper half of its wander, for 1 % of the
+# reward at most. Constant prices under a clamp: 0.74 of the best at ramp 2.5 had a strain of 0.15, 0.9 at ramp 25
+STRAIN_RATE, FULL_STRAIN = 0.35, 0.85  # strain is averaged over three steps; beyond 0.85 says "far too low" and no more
+PAID_RATE, PAID_PACE = (
+    0.35,
+    0.25,
+)  # the price paid of late, 0.35 pace^0.25 of it new: plants answer in 3 to 13 steps
+SLACK, SLACK_GAIN = (
+    0.95,
+    6.0,
+)  # x below which KL is slack, a tenth under the target: the price falls by 6 times the lack
+TIGHT, TIGHT_GAIN = (
+    1.06,
+    2.0,
+)  # x that a clamp at 1.1 of the target does not let stay: under a laxer one beta rises
+MOST_CHANGE = 0.2  # of log beta a step
+FIRST_STEP = 0.5  # the first step of x over the free pace is 1 to 2 with Adam, whatever the price: KL has no slope at 0
+PACE_WINDOW = 0.2  # later, the free pace is the fastest climb of 0.2
+PACE_KEPT = 0.998  # and is forgotten by 0.2 % a step
 UNCLAMPED = 1.15  # x that a clamp would not have let pass: there is none any more
 
 
@@ -107,10 +123,18 @@ class HoldState(State):
     """The clamp's effort after the last reading."""
     lean: float = 0.0
     """1 while there is a clamp to lean on."""
-    idle: int = 0
-    """Readings since it last had to act."""
-    arrived: int = 0
-    """1 once the price is more than a guess: told at the start, or it has brought KL to the clamp."""
+    touched: int = 0
+    """1 once that clamp has acted: from then on its strain sets the price."""
+    free: float = 0.0
+    """The free pace: the climb of x a step that the price does not slow down."""
+    climbed: float = 0.0
+    """Climb of x since it was last timed, the clamp's cuts added back."""
+    timed: int = 0
+    """Readings since then."""
+    strain: float = 0.0
+    """Mean of the clamp's recent effort over the free pace."""
+    paid: float = 0.0
+    """Mean of the recent log beta, since the clamp first acted."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +182,6 @@ class Hold:
             best=math.log(beta),
             doubt=(xx, xb, xr, doubt, br, rr),
             lean=float(self.clamped),
-            arrived=int(doubt < UNKNOWN_PRICE),
         )
 
     def _tokens(self, length: float | None) -> float:
@@ -185,21 +208,22 @@ class Hold:
         ratio = observed(kl) / self.target
         if state.moved == 0 and ratio <= LEAST and state.updates < WAIT:
             return replace(state, updates=state.updates + 1)  # the policy is still the reference
-        after = _filter(state, 0.5 * math.log(clip(ratio, LEAST, HUGE)))
-        low, high = max(self.bounds[0], SMALLEST), min(self.bounds[1], LARGEST)
-        now, lean = math.log(state.beta), _lean(after, effort)
-        if lean and not state.arrived and after.x >= ARRIVED:
-            after = _arrive(after, now)
+        after = _pace(state, _filter(state, 0.5 * math.log(clip(ratio, LEAST, HUGE))))
+        after = replace(after, lean=_lean(after, effort), undone=effort)
         wanted = _price(state, after)
-        if lean:
-            wanted = min(wanted, now + min(GIVE * effort, MOST_GIVE))
+        if after.lean:
+            wanted = min(wanted, math.log(state.beta))  # before the clamp acts, KL is not too high
+            after = _strain(state, after)
+        else:
+            after = replace(after, touched=0)
+        if after.touched:
+            wanted = _against_clamp(state, after)
+            after = replace(after, best=after.paid - math.log(1 - _kept_strain(after)))
+        low, high = max(self.bounds[0], SMALLEST), min(self.bounds[1], LARGEST)
         return replace(
             after,
             beta=clip(math.exp(wanted), low, high),
             best=clip(after.best, math.log(low), math.log(high)),  # no wind-up beyond a price that can be charged
-            undone=effort,
-            lean=lean,
-            idle=0 if effort > 0 else after.idle + 1,
         )
 
 
@@ -278,26 +302,54 @@ def _price(before: HoldState, state: HoldState) -> float:
     drive = ((miss + math.sqrt(miss * miss + 4 * x)) / 2) ** 2
     sd = math.sqrt(state.doubt[3])
     boldest = 1 + (BOLDNESS - 1) * (push - 1) / (MOST - 1) * math.exp(BOLDER * sd)
-    low_kl = min(state.idle, IDLE) if state.x < LOW else 0
-    wanted = state.best - math.log(clip(drive, HARDEST, boldest)) - state.lean * (LEAN + LEAN_IDLE * low_kl)
+    wanted, now = state.best - math.log(clip(drive, HARDEST, boldest)) - state.lean * LEAN, math.log(before.beta)
     fall = CLIMB_FALL if x < 1 and state.speed * CLIMB > 1 - x else FALL
-    now = math.log(before.beta)
+    if state.lean and x < 1 and state.speed * LEAN_CLIMB > (1 - x) * state.free:
+        wanted, fall = max(wanted, min(state.best, now)), CLIMB_FALL
     return clip(wanted, now - fall, now + RISE)
 
 
-def _arrive(state: HoldState, log_beta: float) -> HoldState:
-    """Believe the price that brought KL home, and forget what was learned of the plant on the way.
+def _pace(before: HoldState, state: HoldState) -> HoldState:
+    """Follow the free pace. At the reference KL has no slope, so the first step shows it under any price."""
+    if state.moved == 1:
+        return replace(state, free=FIRST_STEP * state.x if state.x < 1 else FIRST_RATE)
+    cut = math.exp(min(before.undone, 5.0))  # beyond, a step went astray altogether
+    climbed, timed = before.climbed + state.x * cut - before.x, before.timed + 1
+    free = before.free * PACE_KEPT
+    if climbed >= PACE_WINDOW:
+        return replace(state, free=min(max(free, climbed / timed), 1.0), climbed=0.0, timed=0)
+    if climbed <= 0:
+        climbed, timed = 0.0, 0
+    return replace(state, free=free, climbed=climbed, timed=timed)
 
-    Far above ``beta*`` KL rests on a floor that the noise of the updates makes, not at ``beta* / beta``. The filter
-    takes the missing fall for a slow plant, and arrives sure of a wrong pace and a wrong ``beta*``.
+
+def _strain(before: HoldState, state: HoldState) -> HoldState:
+    """Follow the strain, and the price paid while there is some."""
+    strain = min(state.undone * state.x / max(state.free, 1 / 600), 1.0)
+    strain = before.strain + STRAIN_RATE * (strain - before.strain)
+    now, touched = math.log(before.beta), int(before.touched or state.undone > 0)
+    paid = before.paid if before.touched else now
+    rate = clip(PAID_RATE * state.free**PAID_PACE, 0.03, 0.5)
+    return replace(state, strain=strain, touched=touched, paid=paid + rate * (now - paid))
+
+
+def _kept_strain(state: HoldState) -> float:
+    return min(STRAIN + STRAIN_FAST * state.free, MOST_STRAIN)
+
+
+def _against_clamp(before: HoldState, state: HoldState) -> float:
+    """The price under which the clamp undoes a small, known share of each step.
+
+    At x = 1 a step would climb by ``free (1 - beta / beta*)``, and the clamp undoes that. So strain is
+    ``1 - beta / beta*`` and reads off ``beta*`` without knowing how the plant answers. The price paid of late stands
+    for the one that this strain came from, so nothing is corrected twice.
     """
-    xx, _, _, bb, _, rr = state.doubt
-    if bb > SURE:  # nothing was learned on the way, as from a price far too low, under which KL climbs as it likes
-        return replace(state, arrived=1)
-    doubt = (xx, 0.0, 0.0, TOLD_PRICE, 0.0, max(rr, 1.0))  # sd 1 of log rate: a pace known to a factor of 2.7
-    return replace(
-        state, arrived=1, best=log_beta + 0.1, doubt=doubt
-    )  # 0.1: beta was still falling; LEAN takes it back
+    change = math.log((1 - _kept_strain(state)) / (1 - min(state.strain, FULL_STRAIN)))
+    change -= SLACK_GAIN * max(SLACK - state.x, 0.0)
+    if state.x > TIGHT:
+        change = max(change, 0.0) + TIGHT_GAIN * (state.x - TIGHT)
+    now = math.log(before.beta)
+    return clip(state.paid + change, now - MOST_CHANGE, now + MOST_CHANGE)
 
 
 def _lean(state: HoldState, effort: float) -> float:
