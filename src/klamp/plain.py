@@ -22,7 +22,8 @@ def from_plain(kind: type[T], saved: object, *, finite: bool = True) -> T:
         value = saved[name]
         if not _fits(value, str(field.type), finite):
             raise ConfigError(
-                f"a saved {kind.__name__}.{name} must be {field.type}, got {shown(value)}: it is damaged."
+                f"a saved {kind.__name__}.{name} must be {field.type}, got {shown(value)}: it is damaged. "
+                "Start anew with init(), or from an earlier checkpoint."
             )
         values[name] = tuple(value) if isinstance(value, list) else value
     return kind(**values)

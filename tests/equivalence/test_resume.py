@@ -129,7 +129,8 @@ def test_interrupted_before_its_first_checkpoint_a_run_begins_again(settings: An
 def start(config: TrainConfig, file: Path) -> subprocess.Popen[bytes]:
     """The run in a process of its own."""
     file.write_text(to_yaml(config))
-    env = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    beside = str(Path(unbroken.__file__).parent)
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": beside}
     return subprocess.Popen([sys.executable, __file__, str(file)], env=env, stderr=subprocess.PIPE)
 
 
