@@ -31,9 +31,10 @@ def logged(trainer: Any, key: str) -> list[float]:
 
 
 def assert_held(t: Any) -> None:
-    """After every step KL on its own tokens was under the clamp's limit, 1.1 targets over the gap learned so far."""
-    for own, gap in zip(logged(t, "klamp/own_kl"), logged(t, "klamp/gap"), strict=True):
-        assert own <= LIMIT * HOLD.target / gap * (1 + 1e-6)
+    """After every step KL on its own tokens was under the clamp's limit for them, and that one never runs away."""
+    for own, limit in zip(logged(t, "klamp/own_kl"), logged(t, "klamp/own_limit"), strict=True):
+        assert own <= limit * (1 + 1e-6)
+        assert limit < 3 * LIMIT * HOLD.target  # the gauge's own bound
 
 
 def weights(trainer: Any) -> torch.Tensor:
@@ -142,7 +143,7 @@ def test_gradient_accumulation_changes_nothing(trainer: Make) -> None:
 def test_several_steps_of_one_generation_are_steered_and_clamped(trainer: Make) -> None:
     t, control = controlled(trainer(max_steps=6, steps_per_generation=2, num_iterations=2, learning_rate=0.1))
     assert len(logged(t, "klamp/kl")) == 6
-    assert control.gap_state.pairs == 3  # steps 2, 5 and 6 saw tokens the policy had not been trained on
+    assert control.gauge_state.pairs == 2  # steps 2, 5 and 6 saw new tokens; before step 2 there was no level
     assert_held(t)
 
 

@@ -165,4 +165,4 @@ def test_steered_and_clamped_like_any_other(trainer: Make) -> None:
     t.add_callback(KLControl(t, Hold(target=0.05, per="token")))
     rows = [row for row in run(t) and t.state.log_history if "klamp/kl" in row]
     assert all(row["klamp/kl"] == pytest.approx(row["kl"], rel=1e-6, abs=1e-12) for row in rows)
-    assert all(row["klamp/own_kl"] <= 0.055 / row["klamp/gap"] * (1 + 1e-6) for row in rows)
+    assert all(row["klamp/own_kl"] <= row["klamp/own_limit"] * (1 + 1e-6) for row in rows)

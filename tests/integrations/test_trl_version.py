@@ -90,7 +90,7 @@ SOURCES = [
     (
         Trainer,
         "_run_epoch",
-        r"optimizer\.step\(\).*on_step_end.*_maybe_log_save_evaluate",
+        r"on_pre_optimizer_step.*optimizer\.step\(\).*on_step_end.*_maybe_log_save_evaluate",
         "the order",
     ),
     (Trainer, "_save_checkpoint", r"self\.state\.save_to_json", "stateful_callbacks is written with the checkpoint"),

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import TrainerState
 from trl.trainer.rloo_trainer import RLOOTrainer
 
-from klamp.clamp import Clamped, Gap, GapState, Scaler, lora_scaler, weights_scaler
+from klamp.clamp import Clamped, Gauge, GaugeState, Scaler, lora_scaler, weights_scaler
 from klamp.clamp import clamp as clamp_kl
 from klamp.controllers import Controller, Hold, State
 from klamp.errors import ConfigError, KlampError, require_number
@@ -24,19 +24,15 @@ from klamp.integrations import trl_checks as checks
 from klamp.integrations.trl_tokens import Inputs, OwnKL, Recorder, Trainer, counted, policy_of, reduce
 from klamp.masked import Unit
 from klamp.monitor import Alarm, Monitor, logger
+from klamp.plain import from_plain
 
 SAVED = "klamp.KLControl"
 """The key of klamp's state in ``trainer_state.json``. It names no callback class on purpose: with
 ``restore_callback_states_from_checkpoint`` the Trainer replaces a callback of that name by a new one without a trainer.
 """
 
-LIMIT = 1.05
-"""The clamp's limit in targets, unless given. A KL that rests on the limit reads 5 to 10 % higher or lower on the next
-batch: in benchmarks/trl_control.py 3 steps of 31 were out of the band of 20 % at 1.1, and 1 of 31 at 1.05."""
-
-NEAR = 0.75
-"""Pairs of own and fresh KL count from this share of the limit on. On the way up a step's own part is most of KL, so
-the ratio is far below what it is at the limit, and the clamp would let KL through there."""
+LIMIT = 1.1
+"""The clamp's limit in targets, unless given: that of klamp's trainer. The gauge keeps its own margin under it."""
 
 MOVED = 1e-4
 """Until KL has passed this share of the target the policy still is the reference, and a price has nothing to act on."""
@@ -70,7 +66,7 @@ class KLControl(TrainerCallback):
         """Refuses at once what would fail silently or late.
 
         ``clamp``: measure KL again after each update and scale the displacement from the reference while it is over
-        ``limit`` (1.05 targets unless given); None: with a LoRA on its base only. ``feed_forward``: take the first
+        ``limit`` (1.1 targets unless given); None: with a LoRA on its base only. ``feed_forward``: take the first
         price from the first batch's advantages and lengths where the controller can (Hold). ``floor``: the least
         price, because at beta 0 TRL stops measuring KL.
         """
@@ -94,7 +90,7 @@ class KLControl(TrainerCallback):
         self.feed_forward = feed_forward
         bounds = getattr(controller, "bounds", None)
         self.monitor = monitor or Monitor(self.target, self.per if self.target else None, bounds=bounds)
-        self.gap = Gap()
+        self.gauge = Gauge()
         self.recorder = Recorder(trainer)
         self._start()
 
@@ -111,8 +107,10 @@ class KLControl(TrainerCallback):
     def _start(self) -> None:
         """The state before the first step."""
         self.state: State = self.controller.init()
-        self.gap_state = GapState()
-        self.own_kl = math.nan
+        self.gauge_state: GaugeState = self.gauge.init()
+        self.last: Clamped | None = None
+        """What the clamp found and did in the step before; None where that was no KL."""
+        self.own_limit = math.nan
         self.moved = self.settled = False
 
     # The Trainer's events
@@ -136,11 +134,16 @@ class KLControl(TrainerCallback):
         self._fresh = trainer._buffered_inputs is None or trainer._step % (per_batch * often) < per_batch
         self.recorder.batches = []
 
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Read KL on the step's own tokens before they move the policy: what the clamp compares its readings to."""
+        if self._own is not None:
+            self._read(self._own.on(self.recorder.batches)())
+
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Observe, clamp, steer, publish, save: after the optimiser's step, before TRL logs and writes a checkpoint."""
         batches = self.recorder.batches
         kl, step = self._observe(batches)
-        clamped = self._clamp(batches, kl)
+        clamped = self._clamp()
         self._publish(state.global_step, kl, clamped)
         self._steer(kl, step, clamped)
         self._set_price()
@@ -172,15 +175,22 @@ class KLControl(TrainerCallback):
         total = math.fsum(kl * n for kl, n in zip(logged, tokens, strict=True))
         return total / max(step.tokens if self.per == "token" else step.rows, 1.0), step
 
-    def _clamp(self, batches: Sequence[Inputs], kl: float | None) -> Clamped | None:
+    def _read(self, kl: float) -> None:
+        """Tell the gauge what this batch reads before its update. Tokens trained on before tell of changes only."""
+        if self._fresh:
+            self.gauge_state = self.gauge.update(self.gauge_state, kl, self.last)
+        elif self.last is not None:
+            self.gauge_state = _carried(self.gauge_state, kl, self.last)
+
+    def _clamp(self) -> Clamped | None:
         """Measure on the step's own tokens and scale until KL is under the limit that keeps fresh KL under its own."""
         if self._own is None or self._scaler is None:
             return None
-        if kl is not None and self._fresh and self.own_kl > NEAR * self.limit:
-            self.gap_state = self.gap.update(self.gap_state, kl, self.own_kl)
-        result = clamp_kl(self._own.on(batches), self._scaler, self.gap.limit(self.gap_state, self.limit))
+        own = self._own()
+        self.own_limit = self.gauge.limit(self.gauge_state, self.limit, own)
+        result = clamp_kl(self._own, self._scaler, self.own_limit, kl=own)
         self._own.on(())
-        self.own_kl = result.kl_after
+        self.last = result if math.isfinite(result.kl_before) and math.isfinite(result.kl_after) else None
         return result
 
     def _steer(self, kl: float | None, step: Step, clamped: Clamped | None) -> None:
@@ -228,7 +238,8 @@ class KLControl(TrainerCallback):
         if self.target is not None:
             figures["target"] = self.target
         if clamped is not None:
-            figures |= {"effort": clamped.effort, "own_kl": clamped.kl_after, "gap": self.gap_state.ratio}
+            figures |= {"effort": clamped.effort, "own_kl": clamped.kl_after, "own_limit": self.own_limit}
+            figures["level"] = self.gauge_state.level
         if kl is not None:
             alarms = self._alarms(at, kl, clamped)
             figures |= {"kl": kl, "alarms": float(len(alarms))} | {f"alarm/{a.kind}": 1.0 for a in alarms}
@@ -262,8 +273,8 @@ class KLControl(TrainerCallback):
             "per": self.per,
             "controller": self.state.to_dict(),
             "monitor": self.monitor.state_dict(),
-            "gap": asdict(self.gap_state),
-            "own_kl": self.own_kl if math.isfinite(self.own_kl) else None,
+            "gauge": asdict(self.gauge_state),
+            "last": None if self.last is None else asdict(self.last),
             "moved": self.moved,
             "settled": self.settled,
         }
@@ -283,9 +294,18 @@ class KLControl(TrainerCallback):
             )
         self.state = state
         self.monitor.load_state_dict(saved["monitor"])
-        self.gap_state = GapState(**saved["gap"])
-        self.own_kl = math.nan if saved["own_kl"] is None else float(saved["own_kl"])
+        self.gauge_state = from_plain(GaugeState, saved["gauge"])
+        self.last = None if saved["last"] is None else from_plain(Clamped, saved["last"])
         self.moved, self.settled = bool(saved["moved"]), bool(saved["settled"])
+
+
+def _carried(state: GaugeState, kl: float, last: Clamped) -> GaugeState:
+    """The gauge after a step, read on tokens that were trained on before: the level moves by the growth alone."""
+    if not min(kl, state.level, state.reading, last.kl_before, last.kl_after) > 0:
+        return state
+    grown = min(max(math.log(last.kl_before / state.reading), -1.5), 1.5)  # as far as the gauge itself follows
+    level = state.level * math.exp(state.share * grown) * last.kl_after / last.kl_before
+    return replace(state, level=level, reading=kl)
 
 
 def _count(inputs: Inputs) -> tuple[float, float, float]:
