@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from klamp import Fixed, Hold, Ziegler
-from klamp.integrations.trl import KLControl
-from klamp.integrations.trl_control import LIMIT, MOVED, SAVED
+from klamp.clamp import Clamped, Gauge, GaugeState
+from klamp.integrations.trl import KlampGRPOTrainer, KLControl
+from klamp.integrations.trl_control import LIMIT, MOVED, SAVED, _carried
 from klamp.integrations.trl_tokens import OwnKL, counted, policy_of, text_of
 
 Make = Callable[..., Any]
@@ -145,6 +146,20 @@ def test_several_steps_of_one_generation_are_steered_and_clamped(trainer: Make) 
     assert len(logged(t, "klamp/kl")) == 6
     assert control.gauge_state.pairs == 2  # steps 2, 5 and 6 saw new tokens; before step 2 there was no level
     assert_held(t)
+
+
+def test_the_gauge_reads_a_step_before_its_update(trainer: Make) -> None:
+    t, control = controlled(trainer(max_steps=3, learning_rate=0.1, trainer_class=KlampGRPOTrainer))
+    # that trainer logs the exact KL of the batch in the loss's own forward; float32, other kernels
+    assert control.gauge_state.reading == pytest.approx(logged(t, "kl")[-1], rel=1e-4)
+
+
+def test_tokens_trained_on_before_move_the_level_by_their_growth_alone() -> None:
+    before, last = GaugeState(level=0.05, reading=0.06, share=0.8, pairs=5), Clamped(0.07, 0.065, scale=0.96)
+    after = _carried(before, 0.064, last)
+    assert after.level == pytest.approx(Gauge().update(before, after.level, last).level)  # it would surprise nobody
+    assert after == replace(before, level=after.level, reading=0.064)
+    assert _carried(before, 0.0, last) == before
 
 
 def test_a_target_per_sequence_is_the_same_wish_times_the_length(trainer: Make) -> None:
