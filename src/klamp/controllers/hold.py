@@ -88,6 +88,7 @@ TIGHT, TIGHT_GAIN = (
     1.06,
     2.0,
 )  # x that a clamp at 1.1 of the target does not let stay: under a laxer one beta rises
+FAR = 0.75  # x at which KL has left the clamp altogether: back to bringing it there
 MOST_CHANGE = 0.2  # of log beta a step
 FIRST_STEP = 0.5  # the first step of x over the free pace is 1 to 2 with Adam, whatever the price: KL has no slope at 0
 PACE_WINDOW = 0.2  # later, the free pace is the fastest climb of 0.2
@@ -327,7 +328,7 @@ def _strain(before: HoldState, state: HoldState) -> HoldState:
     """Follow the strain, and the price paid while there is some."""
     strain = min(state.undone * state.x / max(state.free, 1 / 600), 1.0)
     strain = before.strain + STRAIN_RATE * (strain - before.strain)
-    now, touched = math.log(before.beta), int(before.touched or state.undone > 0)
+    now, touched = math.log(before.beta), int((before.touched or state.undone > 0) and state.x > FAR)
     paid = before.paid if before.touched else now
     rate = clip(PAID_RATE * state.free**PAID_PACE, 0.03, 0.5)
     return replace(state, strain=strain, touched=touched, paid=paid + rate * (now - paid))
