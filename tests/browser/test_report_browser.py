@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
@@ -148,8 +149,10 @@ def test_chips_hide_an_arm_and_tabs_change_the_step(browser: chrome.Browser, pag
     browser.evaluate("document.querySelector('.tabs button').click()")
     assert browser.evaluate(shown) == ["20"]
     browser.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
-    browser.evaluate("new Promise(r => setTimeout(r, 500))")
-    assert browser.evaluate("document.querySelectorAll('#chart-entropy .trace').length") >= 4
+    deadline = time.monotonic() + chrome.PATIENCE
+    while browser.evaluate("document.querySelectorAll('#chart-entropy .trace').length") < 4:
+        assert time.monotonic() < deadline, "what was folded away is not drawn"
+        time.sleep(0.1)
     assert browser.problems() == []
 
 

@@ -136,16 +136,14 @@ def test_training_killed_at_random_moments(
     full: bool,
 ) -> None:
     whole = left_by(straight(**kind(name, full)), STEPS)
-    hits, wanted = 0, max(1, kills // 5)
-    for n in range(wanted):
-        run = tmp_path / f"killed-{n}"
+    hits, wanted, n = 0, max(1, kills // 5), 0
+    while hits < wanted:
+        assert n < 10 * wanted, f"{hits} kills in {n} runs: they end before they are struck"
+        run, n = tmp_path / f"killed-{n}", n + 1
         assault = Assault(nursery, write(run.name, **kind(name, full)), run, straight(**kind(name, full)))
         while hits < wanted and assault.strike(one_moment(run, moments)):
             hits += 1
         assert_same(assault.finish(), whole)
-        if hits == wanted:
-            break
-    assert hits > 0
     count(f"training ({name}, {'full' if full else 'LoRA'})", hits)
 
 
@@ -253,7 +251,9 @@ def experiment(nursery: Nursery, moments: random.Random, command: list[object], 
         orphans = workers(child.pid)
         child.signal(signal.SIGKILL)
         assert child.wait() in (-signal.SIGKILL, 0), child.said
-        hits += child.code != 0
+        if child.code == 0:
+            break
+        hits += 1
         if n % 2:  # otherwise they hear that they are alone, save, and leave
             for pid in orphans:
                 if alive(pid):
@@ -261,13 +261,14 @@ def experiment(nursery: Nursery, moments: random.Random, command: list[object], 
     again = nursery.klamp(*command, "--out", out)
     assert again.wait(300) == 0, again.said
     assert_same(finished(out), finished(tmp_path / "straight"))
+    assert hits, "it ended before it was struck"
     count(str(command[0]), hits)
 
 
 @pytest.mark.slow
 def test_a_comparison_killed(nursery: Nursery, moments: random.Random, tmp_path: Path, kills: int) -> None:
     command = ["compare", "--arms", "static", "hold", *COMPARE]
-    experiment(nursery, moments, command, tmp_path, max(2, kills // 20))
+    experiment(nursery, moments, command, tmp_path, max(2, kills // 10))
 
 
 @pytest.mark.slow
@@ -275,7 +276,38 @@ def test_a_sweep_killed(nursery: Nursery, moments: random.Random, tmp_path: Path
     command = ["sweep", "--over", "kl.beta=0.01,1", "--steps", 8]
     for setting in ("rollout.prompts=2", "rollout.group_size=2", "rollout.max_tokens=6"):
         command += ["--set", setting]
-    experiment(nursery, moments, command, tmp_path, max(2, kills // 20))
+    experiment(nursery, moments, command, tmp_path, max(2, kills // 10))
+
+
+def test_a_measurement_killed(
+    nursery: Nursery, words_model: str, straight: Any, tmp_path: Path, moments: random.Random
+) -> None:
+    """Killed between and within its blocks of prompts: the same command goes on to the same figures."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"w{n % 29} w{n // 29}\n" for n in range(120)))
+    policy = folder_of(straight(), STEPS)
+    command = ["measure", "--policy", policy, "--reference", words_model, "--prompts", prompts, "--batch", 1]
+    command += ["--max-tokens", 6, "--device", "cpu", "--out"]
+    whole = nursery.klamp(*command, tmp_path / "straight")
+    assert whole.wait() == 0, whole.said
+    out, hits = tmp_path / "killed", 0
+    blocks = out / "parts-0.jsonl"
+    for _ in range(3):
+        target = (blocks.read_bytes().count(b"\n") if blocks.is_file() else 0) + moments.randrange(1, 10)
+        child = nursery.klamp(*command, out)
+        while child.poll() is None and (not blocks.is_file() or blocks.read_bytes().count(b"\n") < target):
+            time.sleep(0.001)
+        child.signal(signal.SIGKILL)
+        assert child.wait() in (-signal.SIGKILL, 0), child.said
+        if child.code == 0:
+            break
+        hits += 1
+    assert hits, "it ended before it was struck"
+    again = nursery.klamp(*command, out)
+    assert again.wait() == 0, again.said
+    for name in ("measure.json", "parts-0.jsonl"):
+        assert (out / name).read_bytes() == (tmp_path / "straight" / name).read_bytes(), f"{name} differs"
+    count("measure", hits)
 
 
 @pytest.mark.slow

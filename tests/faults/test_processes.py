@@ -81,13 +81,13 @@ def test_one_of_two_killed_the_other_ends_and_says_so(
 
 def test_one_that_does_not_answer_is_given_up(nursery: Nursery, write: Any, tmp_path: Path) -> None:
     """Stopped, not dead: no connection breaks, and process_timeout is what ends the other."""
-    children = pair(nursery, write("stopped", steps=5000, save_every=5000, process_timeout=3.0))
+    children = pair(nursery, write("stopped", steps=5000, save_every=5000, process_timeout=10.0))
     wait_for_step(tmp_path / "stopped", 2, children)
     children[1].signal(signal.SIGSTOP)
     begun = time.monotonic()
-    assert children[0].wait(3 + WITHIN) == 2, children[0].said
-    assert time.monotonic() - begun > 2, "not before its time"
-    assert "no answer within process_timeout=3 s" in children[0].said
+    assert children[0].wait(10 + WITHIN) == 2, children[0].said
+    assert time.monotonic() - begun > 5, "not before its time"
+    assert "no answer within process_timeout=10 s" in children[0].said
     children[1].signal(signal.SIGKILL)
     children[1].wait()
 

@@ -17,6 +17,7 @@ from klamp.experiments.folder import Folder
 from klamp.local_backend import LocalBackend, TrainableModel
 from klamp.measure.run import Settings, Store
 from klamp.models import fetch
+from klamp.report import write_runs
 from klamp.train.config import TrainConfig
 from klamp.train.runs import RunFolder
 
@@ -120,8 +121,14 @@ def test_reports_and_settings_replace_a_link_instead_of_following_it(tmp_path: P
     run.mkdir()
     (run / "config.yaml").symlink_to(tmp_path / "mine")
     RunFolder(run).write_config(TrainConfig())
-    assert (tmp_path / "mine").read_text() == "mine"
     assert not (run / "config.yaml").is_symlink()
+    (run / "metrics.jsonl").write_text('{"step": 1, "kl/steered": 0.1, "kl/beta": 0.1, "reward/mean": 0.5}\n')
+    page = write_runs([run])
+    page.unlink()
+    page.symlink_to(tmp_path / "mine")
+    assert write_runs([run]) == page
+    assert not page.is_symlink()
+    assert (tmp_path / "mine").read_text() == "mine"
 
 
 @pytest.mark.parametrize("member", ["../../x", "/abs", "a/../../x", "C:\\x", "..\\x", "link"])

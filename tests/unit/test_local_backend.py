@@ -23,6 +23,7 @@ from klamp.local_backend import Choice, LocalBackend, TrainableModel, TrainResul
 from klamp.references import Ema, StepLag
 from klamp.train import learner as learner_module
 from klamp.train.anchors import REFERENCE, ReferencePolicyError
+from klamp.train.checkpoint import CheckpointError
 
 ROOT = Path(__file__).parents[2]
 MODEL = TrainableModel(name="agent", project="tests", base_model="tiny")
@@ -373,6 +374,28 @@ def test_retention_keeps_what_the_reference_needs(tmp_path: Path) -> None:
             return backend.saved_steps(MODEL)
 
     assert asyncio.run(run()) == [2, 3, 4]
+
+
+def test_a_damaged_checkpoint_is_named_and_nothing_is_touched(trained: Any, tmp_path: Path) -> None:
+    """Removed, as the error says, the model goes on from the step before."""
+    shutil.copytree(trained[0], tmp_path / "copy")
+    folder = tmp_path / "copy" / MODEL.project / MODEL.name
+    newest = folder / "checkpoints" / "step-000003"
+    file = newest / "adapter_model.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    file.write_bytes(raw)
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+    async def step() -> int:
+        async with LocalBackend(tmp_path / "copy") as backend:
+            return await backend.get_step(MODEL)
+
+    with pytest.raises(CheckpointError, match=r"step-000003' is damaged: adapter_model\.safetensors does not match"):
+        asyncio.run(step())
+    assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
+    shutil.rmtree(newest)
+    assert asyncio.run(step()) == 2
 
 
 @pytest.mark.parametrize("done", [0, 3])

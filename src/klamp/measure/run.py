@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from klamp import jsonl, models
-from klamp.errors import ConfigError, require_number
+from klamp.errors import ConfigError, require_number, writing
 from klamp.measure.figures import Estimate, Figures, total
 from klamp.measure.pair import Pair, load_pair
 from klamp.measure.score import given, records, token_map
@@ -27,6 +27,7 @@ from klamp.train.data import mix
 from klamp.train.rollouts import Sampler, context_of
 from klamp.train.runs import atomic_text, no_links_out, read_jsonl
 
+GO_ON = "run the same command again to go on where it stopped"
 MAPPED = 6
 """Prompts whose tokens are shown one by one: those that drifted most."""
 
@@ -222,7 +223,8 @@ class Store:
         if folder is None:
             return
         no_links_out(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        with writing(folder, GO_ON):
+            folder.mkdir(parents=True, exist_ok=True)
         self._claim(folder, settings)
         self.file = folder / f"parts-{rank}.jsonl"
         for line in self._lines():
@@ -233,7 +235,7 @@ class Store:
         if self.folder is None:
             self.memory.append({"block": block, "records": found})
             return
-        with self.file.open("ab") as handle:
+        with writing(self.file, GO_ON), self.file.open("ab") as handle:
             handle.write((json.dumps({"block": block, "records": found}, ensure_ascii=False) + "\n").encode())
             handle.flush()
             os.fsync(handle.fileno())

@@ -120,19 +120,20 @@ class Trainer:
         """Steps already done: from the newest whole checkpoint when resuming, none otherwise."""
         config = self.config
         main = self.accelerator.is_main_process
+        saved = None
+        if config.resume:  # before anything is written: a damaged one stops the run, and all stays as it was
+            saved = checkpoint.newest(self.folder.path, skip_damaged=config.skip_damaged)
         if main:
             self.folder.write_config(replace(config, resume=False))
         if config.track:  # trackers write into the folder, which is this run's from here on
             self.accelerator.init_trackers(Path(config.run).name)
         done = 0
-        if config.resume:
-            saved = checkpoint.newest(self.folder.path, skip_damaged=config.skip_damaged)
-            if saved is not None:
-                done = checkpoint.load(saved, self.learner)
-                self.sampler.refresh()
-                self.display.say(f"resuming after step {done} from {saved.path}")
-            else:
-                self.display.say("nothing to resume: no checkpoint yet, starting at step 1")
+        if saved is not None:
+            done = checkpoint.load(saved, self.learner)
+            self.sampler.refresh()
+            self.display.say(f"resuming after step {done} from {saved.path}")
+        elif config.resume:
+            self.display.say("nothing to resume: no checkpoint yet, starting at step 1")
         if main:
             self.folder.rewind(done)
             checkpoint.sweep(self.folder.path / "checkpoints")
