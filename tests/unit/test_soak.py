@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import importlib.util
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
+MOST = 4.0
+"""Percent. 60 steps do not warm every cache of torch and malloc, and yet it is 0.1 %; the hidden states of each step,
+which once were never freed, came to 17 % over the same 240 steps."""
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_a_run_does_not_grow(tmp_path: Path) -> None:
+def test_a_run_does_not_grow() -> None:
+    """In a process of its own: what other tests hold and let go of would hide a leak, or look like one."""
     pytest.importorskip("transformers")
-    spec = importlib.util.spec_from_file_location("soak", BENCHMARK)
-    assert spec is not None
-    assert spec.loader is not None
-    soak = importlib.util.module_from_spec(spec)
-    sys.modules["soak"] = soak  # where its dataclasses look their module up
-    spec.loader.exec_module(soak)
-    early, late = soak.soak(tmp_path / "run", 60, 300)
-    grown = early.growth(late)
-    assert grown["handles"] <= 0
-    assert grown["threads"] <= 0
-    # 60 steps do not warm every cache of torch and malloc, and this process has run other tests. Alone it is 0.1 %;
-    # the hidden states of each step, which once were never freed, came to 17 % over the same 240 steps.
-    assert grown["rss"] < 4
-    assert grown["objects"] < 2
+    command = [sys.executable, str(BENCHMARK), "--early", "60", "--late", "300", "--most", str(MOST)]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    grown = dict(re.findall(r"^\| ([\w ()]+) \| .* \| ([+-][\d.]+) % \|$", done.stdout, re.MULTILINE))
+    assert grown.keys() == {"memory (RSS)", "file handles", "threads", "Python objects"}
+    assert float(grown["file handles"]) <= 0
+    assert float(grown["threads"]) <= 0
+    assert float(grown["Python objects"]) < 2
