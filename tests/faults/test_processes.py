@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -22,7 +23,7 @@ from klamp.train.config import RewardConfig
 from klamp.train.runs import RunFolder, read_jsonl
 from unbroken import assert_same, left_by, rows
 
-STEPS = 24
+STEPS = 48
 """So many that a run is still going when it is struck, however slow the machine."""
 WITHIN = 20.0
 """Seconds in which the other process has ended: on a machine with nothing else to do it takes one or two."""
@@ -175,6 +176,24 @@ def test_a_second_process_on_a_run_is_refused_and_the_first_not_disturbed(
     first.signal(signal.SIGCONT)
     assert first.wait() == 0, first.said
     assert_same(left_by(tmp_path / "shared", STEPS), left_by(straight(steps=STEPS), STEPS))
+
+
+def test_a_second_process_on_a_measurement_is_refused(
+    nursery: Nursery, words_model: str, words_prompts: str, tmp_path: Path
+) -> None:
+    """It would cut off what the first is writing; a lock that a dead one left is no obstacle."""
+    out = tmp_path / "out"
+    out.mkdir()
+    command = ["measure", "--policy", words_model, "--reference", words_model, "--prompts", words_prompts]
+    command += ["--max-tokens", 4, "--device", "cpu", "--out", out]
+    with (out / ".lock-0").open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        second = nursery.klamp(*command)
+        assert second.wait() == 2, second.said
+        assert second.said.startswith(f"klamp: measurement '{out}' is in use by another process.")
+        assert [p.name for p in out.iterdir()] == [".lock-0"]
+    again = nursery.klamp(*command)
+    assert again.wait() == 0, again.said
 
 
 def test_a_lock_left_by_a_dead_process_is_no_obstacle(

@@ -6,6 +6,8 @@ of process R and synced, so an interrupted measurement goes on where it stopped,
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import math
 import os
@@ -129,16 +131,38 @@ def measure_kl(
         policy, reference, temperature=temperature, device=chosen, dtype=dtype, trust_remote_code=trust_remote_code
     )
     source = _Source(pair, settings, list(prompts), None if completions is None else list(completions))
-    store = Store(Path(out) if out is not None else None, settings, rank)
+    folder = Path(out) if out is not None else None
     blocks = range(0, len(prompts), batch)
-    mine = [b for i, b in enumerate(blocks) if i % ranks == rank and b not in store.done]
-    for n, block in enumerate(mine):
-        store.add(block, records(pair, source.rollout(block), block, source.samples, floor=True))
-        if progress is not None:
-            progress(n + 1, len(mine))
-    figures = total(store.everything(len(blocks), ranks))
+    with _alone(folder, rank):
+        store = Store(folder, settings, rank)
+        mine = [b for i, b in enumerate(blocks) if i % ranks == rank and b not in store.done]
+        for n, block in enumerate(mine):
+            store.add(block, records(pair, source.rollout(block), block, source.samples, floor=True))
+            if progress is not None:
+                progress(n + 1, len(mine))
+        figures = total(store.everything(len(blocks), ranks))
     shown = _maps(source, figures) if maps and rank == 0 else []
     return _measurement(figures, settings, shown)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path | None, rank: int) -> Iterator[None]:
+    """Refuse a second process of this rank on the folder. The lock is the kernel's: it goes when its process does."""
+    if folder is None:
+        yield
+        return
+    no_links_out(folder)
+    with writing(folder, GO_ON):
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = (folder / f".lock-{rank}").open("a")
+    with handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(
+                f"measurement {str(folder)!r} is in use by another process. Wait for it, or choose another --out."
+            ) from None
+        yield
 
 
 def _measurement(figures: Figures, settings: Settings, maps: list[dict[str, Any]]) -> Measurement:
