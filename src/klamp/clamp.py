@@ -353,6 +353,13 @@ class Gauge:
         share = state.share + self.learn * surprise * grown / (grown * grown + 0.1)  # 0.1: growth of 30 % halves it
         return GaugeState(level, fresh, min(max(share, 0.0), 1.2), state.pairs + 1, spread, surprise, bias)
 
+    def carry(self, state: GaugeState, reading: float, last: Clamped) -> GaugeState:
+        """The state after a step read on tokens that were trained on before: they show the change, not the level."""
+        if state.level <= 0 or not _positive(reading, last.kl_before, last.kl_after):
+            return state
+        level = self._expected(state, last.kl_before) * last.kl_after / last.kl_before * math.exp(state.bias)
+        return replace(state, level=level, reading=reading)
+
     def limit(self, state: GaugeState, limit: float, own: float) -> float:
         """The limit for own tokens that read ``own`` after the update.
 

@@ -13,7 +13,7 @@ import torch
 from klamp import Fixed, Hold, Ziegler
 from klamp.clamp import Clamped, Gauge, GaugeState
 from klamp.integrations.trl import KlampGRPOTrainer, KLControl
-from klamp.integrations.trl_control import LIMIT, MOVED, SAVED, _carried
+from klamp.integrations.trl_control import LIMIT, MOVED, SAVED
 from klamp.integrations.trl_tokens import OwnKL, counted, policy_of, text_of
 
 Make = Callable[..., Any]
@@ -156,10 +156,10 @@ def test_the_gauge_reads_a_step_before_its_update(trainer: Make) -> None:
 
 def test_tokens_trained_on_before_move_the_level_by_their_growth_alone() -> None:
     before, last = GaugeState(level=0.05, reading=0.06, share=0.8, pairs=5), Clamped(0.07, 0.065, scale=0.96)
-    after = _carried(before, 0.064, last)
+    after = Gauge().carry(before, 0.064, last)
     assert after.level == pytest.approx(Gauge().update(before, after.level, last).level)  # it would surprise nobody
     assert after == replace(before, level=after.level, reading=0.064)
-    assert _carried(before, 0.0, last) == before
+    assert Gauge().carry(before, 0.0, last) == before
 
 
 def test_a_target_per_sequence_is_the_same_wish_times_the_length(trainer: Make) -> None:

@@ -180,7 +180,7 @@ class KLControl(TrainerCallback):
         if self._fresh:
             self.gauge_state = self.gauge.update(self.gauge_state, kl, self.last)
         elif self.last is not None:
-            self.gauge_state = _carried(self.gauge_state, kl, self.last)
+            self.gauge_state = self.gauge.carry(self.gauge_state, kl, self.last)
 
     def _clamp(self) -> Clamped | None:
         """Measure on the step's own tokens and scale until KL is under the limit that keeps fresh KL under its own."""
@@ -297,15 +297,6 @@ class KLControl(TrainerCallback):
         self.gauge_state = from_plain(GaugeState, saved["gauge"])
         self.last = None if saved["last"] is None else from_plain(Clamped, saved["last"])
         self.moved, self.settled = bool(saved["moved"]), bool(saved["settled"])
-
-
-def _carried(state: GaugeState, kl: float, last: Clamped) -> GaugeState:
-    """The gauge after a step, read on tokens that were trained on before: the level moves by the growth alone."""
-    if not min(kl, state.level, state.reading, last.kl_before, last.kl_after) > 0:
-        return state
-    grown = min(max(math.log(last.kl_before / state.reading), -1.5), 1.5)  # as far as the gauge itself follows
-    level = state.level * math.exp(state.share * grown) * last.kl_after / last.kl_before
-    return replace(state, level=level, reading=kl)
 
 
 def _count(inputs: Inputs) -> tuple[float, float, float]:
