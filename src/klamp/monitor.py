@@ -42,8 +42,8 @@ class Limits:
     """Relative distance between the window's means of two estimators of the same KL."""
     sampler_gap: float = 0.01
     """|mean KL(μ‖π)| of the window, in nats per token: trainer and sampler compute different models."""
-    effort: float = 0.1
-    """Mean effort of the clamp over the window: it scales away 10 % of the displacement every step."""
+    effort: float = 0.2
+    """Mean effort of the clamp over the window: it scales away 20 % of the displacement every step."""
     fewest: int = 5
     """Steps in the window before a mean or a median is believed."""
 

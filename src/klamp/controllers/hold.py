@@ -72,7 +72,7 @@ SPEED_RATE = 0.25  # the climb is averaged over about four steps
 LEAN = 0.25  # before the clamp first acts, a price 25 % under beta* brings KL to it: there is no hurry up
 LEAN_CLIMB = 2.5  # and a climb that arrives within 2.5 times its free time by itself is not pushed: what is learned
 # under a price far too low is worth less, and has to be unlearned
-STRAIN, STRAIN_FAST = 0.05, 1.3  # the strain to keep: 5 %, and 1.3 % more for each 1 % of x that a step may move, up to
+STRAIN, STRAIN_FAST = 0.06, 1.3  # the strain to keep: 6 %, and 1.3 % more for each 1 % of x that a step may move, up to
 MOST_STRAIN = 0.4  # 40 %. At that price KL rests on the clamp, which cuts the upper half of its wander, for 1 % of the
 # reward at most. Constant prices under a clamp: 0.74 of the best at ramp 2.5 had a strain of 0.15, 0.9 at ramp 25
 STRAIN_RATE, FULL_STRAIN = 0.35, 0.85  # strain is averaged over three steps; beyond 0.85 says "far too low" and no more
@@ -88,11 +88,11 @@ TIGHT, TIGHT_GAIN = (
     1.06,
     2.0,
 )  # x that a clamp at 1.1 of the target does not let stay: under a laxer one beta rises
-FAR = 0.75  # x at which KL has left the clamp altogether: back to bringing it there
+FAR, HARD = 0.75, 0.5  # x at which KL has left the clamp altogether: back to bringing it there, unless that undoes 40 %
 MOST_CHANGE = 0.2  # of log beta a step
 FIRST_STEP = 0.5  # the first step of x over the free pace is 1 to 2 with Adam, whatever the price: KL has no slope at 0
 PACE_WINDOW = 0.2  # later, the free pace is the fastest climb of 0.2
-PACE_KEPT = 0.998  # and is forgotten by 0.2 % a step
+PACE_KEPT = 0.9985  # and is forgotten by 0.15 % a step
 UNCLAMPED = 1.15  # x that a clamp would not have let pass: there is none any more
 
 
@@ -328,7 +328,8 @@ def _strain(before: HoldState, state: HoldState) -> HoldState:
     """Follow the strain, and the price paid while there is some."""
     strain = min(state.undone * state.x / max(state.free, 1 / 600), 1.0)
     strain = before.strain + STRAIN_RATE * (strain - before.strain)
-    now, touched = math.log(before.beta), int((before.touched or state.undone > 0) and state.x > FAR)
+    now, acts = math.log(before.beta), before.touched or state.undone > 0
+    touched = int(acts and (state.x > FAR or state.undone > HARD))
     paid = before.paid if before.touched else now
     rate = clip(PAID_RATE * state.free**PAID_PACE, 0.03, 0.5)
     return replace(state, strain=strain, touched=touched, paid=paid + rate * (now - paid))
@@ -346,7 +347,8 @@ def _against_clamp(before: HoldState, state: HoldState) -> float:
     for the one that this strain came from, so nothing is corrected twice.
     """
     change = math.log((1 - _kept_strain(state)) / (1 - min(state.strain, FULL_STRAIN)))
-    change -= SLACK_GAIN * max(SLACK - state.x, 0.0)
+    if state.undone == 0:
+        change -= SLACK_GAIN * max(SLACK - state.x, 0.0)
     if state.x > TIGHT:
         change = max(change, 0.0) + TIGHT_GAIN * (state.x - TIGHT)
     now = math.log(before.beta)
