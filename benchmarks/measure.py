@@ -126,7 +126,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     label = args.model
     if args.random:
-        args.model = random_weights(args.model)
+        args.model = random_weights(models.resolve(args.model))
     args.adapter = tuned(args.model)
     texts = models.prompts(label) if label in models.BUILTIN else ["Write a one-sentence review of a park."]
     prompts = [texts[i % len(texts)] for i in range(args.prompts)]
