@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from klamp import kernels
-from klamp.kernels import eager, passes
-from klamp.kernels.work import Ops
+from klamp.kernels import eager, gradients, layout
+from klamp.kernels.work import Ops, Scaling, Side, Work, prepare
 
 FLOAT32 = 5e-5
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -271,6 +271,89 @@ def test_repeated_runs_are_bit_identical(n: int, v: int) -> None:
             assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+LEADS = [
+    # tokens, H, V: logits of the first 2 H tokens (H in float32) lie in the memory of the head's gradient
+    (5000, 4096, 32003),  # all tokens, fewer than would fit; a prime vocabulary in three blocks
+    (8192, 4096, 32003),  # exactly as many as fit
+    (9000, 4096, 32003),  # more: ordinary blocks follow
+    (4500, 2048, 128256),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", LEADS, ids=str)
+@pytest.mark.parametrize("ops", ["policy", "statistics"])
+def test_a_lead_in_the_memory_of_the_head_gradient(shape: tuple[int, int, int], dtype: torch.dtype, ops: str) -> None:
+    x = dense(*shape, dtype, seed=4)
+    # Float32 logits are twice as wide: a lead of H tokens pays on the widest head only.
+    assert layout.plan(_work_of(x), trains_head=True).lead is not None or dtype == torch.float32
+    truth = x.to(torch.float64)
+    (values, grads), (expected, exact) = loss_of(x, ops), loss_of(truth, ops)
+    u = torch.finfo(dtype).eps / 2
+    for a, b in zip(values, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=FLOAT32, atol=FLOAT32 + 4 * u * 10)
+    for a, b in zip(grads, exact, strict=True):
+        assert a.dtype == dtype
+        # Float16 loses gradients of logits below 6e-8 altogether.
+        assert (a.double() - b).norm() <= (5 * u + (4e-3 if dtype == torch.float16 else 1e-4)) * b.norm()
+    again = loss_of(x, ops)
+    assert all(torch.equal(a, b) for a, b in zip(values + grads, again[0] + again[1], strict=True))
+
+
+def _work_of(x: Inputs, mask: Tensor | None = None) -> Work:
+    return prepare(Side(x.hidden, x.head), Side(x.ref_hidden, x.ref_head), x.tokens, mask, Scaling())
+
+
+@pytest.mark.parametrize("n", [7000, 12000])
+def test_a_lead_under_a_mask_is_the_lead_of_the_rows_that_count(n: int) -> None:
+    x = dense(n, 4096, 32003, torch.bfloat16)
+    keep = torch.rand(n, generator=generator(3), device="cuda") < 0.8
+    assert layout.plan(_work_of(x, keep), trains_head=True).lead is not None
+    few = Inputs(x.hidden[keep], x.head, x.tokens[keep], x.advantages[keep], x.ref_hidden[keep], x.ref_head, x.old_logp)
+    (values, grads), (alone, exact) = loss_of(x, mask=keep), loss_of(few)
+    for a, b in zip(values, alone, strict=True):
+        torch.testing.assert_close(a[keep], b, rtol=FLOAT32, atol=0.02)  # other chunks: cuBLAS may round other logits
+        assert not a[~keep].any()
+    assert (grads[0][keep].float() - exact[0].float()).norm() <= 1e-2 * exact[0].float().norm()
+    assert not grads[0][~keep].any()
+    assert (grads[1].float() - exact[1].float()).norm() <= 1e-2 * exact[1].float().norm()
+
+
+@pytest.mark.parametrize("options", [{"softcap": 5.0, "temperature": 0.8}, {"form": "k3", "tail": 0.5}], ids=str)
+def test_a_lead_with_bias_and_every_form(options: dict[str, Any]) -> None:
+    """The same loss with and without a lead, bias and its gradient included."""
+    x = dense(6000, 4096, 32003, torch.bfloat16)
+    results = []
+    for most in (layout.lead, lambda *_: None):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(layout, "lead", most)
+            inputs = [x.hidden.clone(), x.head.clone(), torch.linspace(-1, 1, 32003, device="cuda").bfloat16()]
+            hidden, head, bias = (t.requires_grad_() for t in inputs)
+            out = kernels.policy_loss(
+                hidden, head, x.tokens, x.advantages, beta=0.3, bias=bias, ref_bias=bias.detach(),
+                ref_hidden=x.ref_hidden, ref_head=x.ref_head, **options,
+            )  # fmt: skip
+            results.append([out.loss.detach(), *torch.autograd.grad(out.loss, [hidden, head, bias])])
+    for a, b in zip(*results, strict=True):
+        assert (a.float() - b.float()).norm() <= 1e-2 * b.float().norm()
+
+
+def test_a_lead_stays_inside_its_memory() -> None:
+    n, h, v = 8192, 4096, 128256
+    x = dense(n, h, v, torch.bfloat16)
+    hidden, head = x.hidden.requires_grad_(), x.head.requires_grad_()
+    for _ in range(2):  # the first call also makes cuBLAS's own workspace
+        hidden.grad = head.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        kernels.policy_loss(
+            hidden, head, x.tokens, x.advantages, beta=0.3, ref_hidden=x.ref_hidden, ref_head=x.ref_head
+        ).loss.backward()
+        extra = torch.cuda.max_memory_allocated() - before
+    assert extra - 4 * v * h < 0.6 * 2**30
+
+
 def test_steering_never_recompiles() -> None:
     from klamp.kernels import fused
 
@@ -315,7 +398,7 @@ def test_narrowing_in_place(size: int, dtype: torch.dtype) -> None:
     total = torch.randn(size, device="cuda")
     factor = torch.tensor(0.3, device="cuda")
     expected = (total * factor).to(dtype)
-    assert torch.equal(passes.narrow(launch, total.clone(), factor, dtype), expected)  # type: ignore[arg-type]
+    assert torch.equal(gradients.narrow(launch, total.clone(), factor, dtype), expected)  # type: ignore[arg-type]
 
 
 def test_the_choice_is_fused_here_and_eager_in_float64() -> None:

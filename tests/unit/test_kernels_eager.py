@@ -13,7 +13,7 @@ from torch import Tensor
 
 from klamp import estimators, kernels
 from klamp.errors import ConfigError, KlampError
-from klamp.kernels import eager, passes
+from klamp.kernels import eager, gradients
 
 FLOAT64 = 1e-9
 
@@ -366,7 +366,7 @@ def test_backward_twice_is_refused() -> None:
 def test_narrowing_in_place(size: int, dtype: torch.dtype) -> None:
     x = torch.randn(size, 3)
     expected = (x * 0.5).to(dtype)
-    assert torch.equal(passes.narrow(eager, x.clone(), torch.tensor(0.5), dtype), expected)
+    assert torch.equal(gradients.narrow(eager, x.clone(), torch.tensor(0.5), dtype), expected)
 
 
 def test_from_logits_agrees_and_honours_excluded_tokens() -> None:

@@ -30,6 +30,17 @@ CASES: dict[str, dict[str, Any]] = {
     "no KL term, no reference": {"v": 131, "form": None, "reference": False},
     "masked rows": {"v": 131, "masked": True},
     "equal policies": {"v": 300, "equal": True},
+    # A budget of a few rows, so that the first ones lie in the memory of the head's gradient: in float32 16 of them.
+    "lead, rows behind it": {"v": 300, "n": 23, "room": 12800},
+    "lead, all rows": {"v": 300, "n": 16, "room": 12800},
+    "lead, fewer rows than it could have": {"v": 300, "n": 11, "room": 12800},
+    "lead, masked": {"v": 307, "n": 40, "room": 12800, "masked": True},
+    "lead, one block, no reference": {"v": 101, "n": 16, "room": 9600, "form": None, "reference": False},
+    "lead, soft-cap": {"v": 300, "n": 16, "room": 12800, "options": {"softcap": 3.0, "temperature": 0.8}},
+    # In bfloat16 32 rows; the head's gradient is rounded at once where none follow.
+    "lead, bfloat16, all rows": {"v": 300, "n": 30, "room": 12800, "narrow": True},
+    "lead, bfloat16, few rows": {"v": 300, "n": 13, "room": 12800, "narrow": True},
+    "lead, bfloat16, rows behind it": {"v": 300, "n": 50, "room": 12800, "narrow": True},
 }
 
 
@@ -40,9 +51,10 @@ def outcome(dtype: torch.dtype, case: dict[str, Any]) -> list[Tensor]:
     g = torch.Generator().manual_seed(5)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+        drawn = torch.randn(*shape, generator=g, dtype=torch.float64)
+        return (drawn.bfloat16() if case.get("narrow") else drawn).to(dtype)
 
-    n, h, v = case.get("n", 5), 6, case["v"]
+    n, h, v = case.get("n", 5), 16 if "room" in case else 6, case["v"]
     hidden, head, bias = draw(n, h).requires_grad_(), draw(v, h).requires_grad_(), draw(v).requires_grad_()
     tokens, advantages = torch.randint(v, (n,), generator=g), draw(n)
     options = dict(case.get("options", {}), bias=bias)
@@ -51,7 +63,7 @@ def outcome(dtype: torch.dtype, case: dict[str, Any]) -> list[Tensor]:
         if not case.get("equal"):
             options["ref_head"], options["ref_bias"] = draw(v, h), draw(v)
     if case.get("masked"):
-        options["mask"] = torch.tensor([True, False, True, True, False])
+        options["mask"] = torch.tensor([True, False, True, True, False]).repeat(n // 5)
     extra: dict[str, Any] = {"beta": 0.3, "form": case.get("form", "exact"), "tail": case.get("tail")}
     if case.get("stale"):
         extra |= {"old_logp": -draw(n).abs() - 4, "clip": (0.2, 0.3), "kl_weights": draw(n).abs()}
@@ -69,12 +81,19 @@ def outcome(dtype: torch.dtype, case: dict[str, Any]) -> list[Tensor]:
 
 def main() -> None:
     """Relative errors of every case, as JSON."""
-    from klamp.kernels import launch
+    from klamp.kernels import gradients, layout
 
-    errors = {}
+    errors, leads = {}, []
+    add_lead = gradients.Gradients.add_lead
+    gradients.Gradients.add_lead = lambda *a: (leads.append(a), add_lead(*a))[1]  # type: ignore[method-assign, misc]
+    usual = layout.BUDGET, layout.FLOOR
     for name, case in CASES.items():
-        launch.STEP, launch.STEPS = 128, case.get("steps", 1)
-        mine, truth = outcome(torch.float32, case), outcome(torch.float64, case)
+        layout.STEP, layout.STEPS = 128, case.get("steps", 1)
+        layout.BUDGET, layout.FLOOR = (case["room"],) * 2 if "room" in case else usual
+        leads.clear()
+        mine = outcome(torch.bfloat16 if case.get("narrow") else torch.float32, case)
+        assert len(leads) == (2 if "room" in case else 0), name
+        truth = outcome(torch.float64, case)
         errors[name] = [
             ((a.double() - b).abs().max() / b.abs().max().clamp(min=1)).item() if a.numel() else 0.0
             for a, b in zip(mine, truth, strict=True)
@@ -88,6 +107,7 @@ def main() -> None:
 def errors() -> dict[str, list[float]]:
     pytest.importorskip("triton", reason="the interpreter is part of triton")
     env = {**os.environ, "TRITON_INTERPRET": "1", "KLAMP_KERNELS": "fused", "PYTHONWARNINGS": "ignore"}
+    env["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE"  # a virtual machine may name AMX and not let one use it
     done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     result: dict[str, list[float]] = json.loads(done.stdout)
@@ -97,7 +117,8 @@ def errors() -> dict[str, list[float]]:
 @pytest.mark.parametrize("name", list(CASES))
 def test_fused_equals_the_specification(name: str, errors: dict[str, list[float]]) -> None:
     # float32 sums of a few hundred terms of size |z| ≈ 10: some 1e-6 of the largest value.
-    assert max(errors[name]) < 2e-5
+    # bfloat16: logits of size 16 rounded to 2^-4, and so p and everything made of it to some per cent.
+    assert max(errors[name]) < (6e-2 if CASES[name].get("narrow") else 2e-5)
     if CASES[name].get("equal"):
         assert errors[name][-1] == 0
 

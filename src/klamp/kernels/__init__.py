@@ -9,11 +9,12 @@ Shapes: tokens [...], hidden [..., H], head [V, H], bias [V]. Row i of hidden pr
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import os
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from klamp.errors import ConfigError, unknown
 from klamp.kernels import eager, passes
 from klamp.kernels.full import token_stats_from_logits as _from_logits
 from klamp.kernels.heads import HeadSpec, head_of, matches, why_full_logits
-from klamp.kernels.work import FORMS, Form, Number, Ops, Scaling, Terms, TokenStats, Work, prepare, side, terms
+from klamp.kernels.work import FORMS, Asked, Form, Number, Ops, Scaling, TokenStats, Work, ask, prepare, side
 
 __all__ = [
     "FORMS",
@@ -73,7 +74,7 @@ def token_stats(
     scaling = Scaling(temperature, softcap, logit_scale)
     work = _work(hidden, head, tokens, (ref_hidden, ref_head, ref_logp), mask, (bias, ref_bias), scaling)
     ops = _ops(work.policy.hidden)
-    with torch.autocast(hidden.device.type, enabled=False):
+    with _no_autocast(hidden):
         out = passes.Statistics.apply(work.policy.hidden, head, bias, work, ops)  # type: ignore[no-untyped-call]
     logp, kl, entropy, ref_rows = out
     if ref_hidden is None:
@@ -127,7 +128,7 @@ def policy_loss(
         "unclipped_advantages": unclipped_advantages,
     }
     low, high = (float("inf"), float("inf")) if clip is None else clip
-    asked = terms(work, form, (beta, low, high), tail, per_token)
+    asked = ask(work, form, (beta, low, high), tail, per_token)
     total, stats = _priced(work, asked, head, bias)
     return PolicyLoss(total / (max(1, work.tokens.shape[0]) if denominator is None else denominator), stats)
 
@@ -179,6 +180,11 @@ def _ops(hidden: Tensor) -> Ops:
     """The kernels for these hidden states. float64 is eager's alone: it is there to check the others."""
     if backend(hidden.device) == "eager" or hidden.dtype == torch.float64:
         return cast(Ops, eager)
+    return _launch()
+
+
+@functools.cache
+def _launch() -> Ops:
     return cast(Ops, importlib.import_module("klamp.kernels.launch"))
 
 
@@ -207,14 +213,15 @@ def _work(
     return prepare(policy, reference, tokens, mask, scaling)
 
 
-def _priced(work: Work, asked: Terms, head: Tensor, bias: Tensor | None) -> tuple[Tensor, TokenStats]:
+def _priced(work: Work, asked: Asked, head: Tensor, bias: Tensor | None) -> tuple[Tensor, TokenStats]:
     """The sum of the counted tokens' losses, with its gradient ready, and the statistics in the caller's shape."""
     hidden = work.policy.hidden
-    with torch.autocast(hidden.device.type, enabled=False):
+    with _no_autocast(hidden):
         total, logp, ref_logp, kl, entropy = passes.Loss.apply(  # type: ignore[no-untyped-call]
             hidden, head, bias, work, asked, _ops(hidden), torch.is_grad_enabled()
         )
-    ref = asked.ref_logp if work.reference is None else ref_logp
+    given = work.compact(asked.per_token.get("ref_logp"))
+    ref = ref_logp if work.reference is not None or given is None else _wide(given)
     return total, TokenStats(
         work.spread(logp),
         None if ref is None else work.spread(ref),
@@ -229,6 +236,12 @@ def _autocast(hidden: Tensor) -> Tensor:
     if not torch.is_autocast_enabled(kind) or hidden.dtype == torch.float64:
         return hidden
     return hidden.to(torch.get_autocast_dtype(kind))
+
+
+def _no_autocast(hidden: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Autocast off where it is on: the kernels choose their dtypes themselves."""
+    kind = hidden.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
 
 def _wide(x: Tensor | None) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from klamp import estimators
-from klamp.kernels.work import Plan, RowStats, Scaling, Terms, Upstream, Work
+from klamp.kernels.work import Plan, RowStats, Scaling, Sheet, Terms, Upstream, Work
 
 # A chunk's logits should stay in a core's share of the last-level cache between the passes over them, and a chunk
 # should be tall enough for the matrix product to reuse the head: 13 MiB is 68 rows at V = 49,152.
@@ -49,9 +49,9 @@ def width(vocabulary: int) -> int:
     return vocabulary
 
 
-def statistics(z: Tensor, ref: Tensor | None, tokens: Tensor, scaling: Scaling) -> RowStats:
-    """logp, ref_logp, kl and entropy of each row. Overwrites both buffers."""
-    return expand(z, ref, tokens, scaling).stats
+def statistics(z: Tensor, ref: Tensor | None, tokens: Tensor, scaling: Scaling, out: Sheet) -> None:
+    """logp, ref_logp, kl and entropy of each row into ``out``. Overwrites both buffers."""
+    out.write(expand(z, ref, tokens, scaling).stats)
 
 
 def gradient(z: Tensor, ref: Tensor | None, tokens: Tensor, stats: RowStats, up: Upstream, scaling: Scaling) -> None:
@@ -61,14 +61,12 @@ def gradient(z: Tensor, ref: Tensor | None, tokens: Tensor, stats: RowStats, up:
     z.copy_(backward(chunk, tokens, up, scaling))
 
 
-def loss_gradient(
-    z: Tensor, ref: Tensor | None, tokens: Tensor, terms: Terms, scaling: Scaling
-) -> tuple[Tensor, RowStats]:
-    """Each row's loss, with its gradient written over the logits in ``z``. Overwrites ``ref``."""
+def loss_gradient(z: Tensor, ref: Tensor | None, tokens: Tensor, terms: Terms, scaling: Scaling, out: Sheet) -> None:
+    """Each row's loss and statistics into ``out``, the loss's gradient over the logits in ``z``. Overwrites ``ref``."""
     chunk = expand(z, ref, tokens, scaling)
     loss, up = price(chunk.stats, terms)
+    out.write(chunk.stats, loss)
     z.copy_(backward(chunk, tokens, up, scaling))
-    return loss, chunk.stats
 
 
 def scale(source: Tensor, factor: Tensor, out: Tensor) -> None:

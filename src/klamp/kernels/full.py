@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from klamp.errors import ConfigError
-from klamp.kernels.work import Ops, RowStats, Scaling, TokenStats, Upstream, check_tokens, counted, lowest
+from klamp.kernels.work import Ops, RowStats, Scaling, Sheet, TokenStats, Upstream, check_tokens, counted, lowest
 
 # Rows copied at a time: enough to fill a GPU, few enough to be nothing beside the logits.
 CHUNK = 256
@@ -59,19 +59,14 @@ class FromLogits(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, ref: Tensor | None, tokens: Tensor, index: Tensor, scaling: Scaling, ops: Ops
     ) -> Any:
-        wide = torch.promote_types(logits.dtype, torch.float32)
         n = tokens.shape[0]
-        columns = [logits.new_empty(n, dtype=wide) for _ in range(6)]
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        out = Sheet(logits.new_zeros(9, n, dtype=wide), ref is not None)
         for a in range(0, n, CHUNK):
             b = min(n, a + CHUNK)
             z, zr = _pick(logits, ref, index[a:b])
-            for column, part in zip(columns, ops.statistics(z, zr, tokens[a:b], scaling), strict=True):
-                if part is not None:
-                    column[a:b] = part
-        logp, ref_logp, kl, entropy, lse, ref_lse = columns
-        stats = RowStats(logp, ref_logp, kl, entropy, lse, ref_lse)
-        if ref is None:
-            stats = RowStats(logp, None, None, entropy, lse, None)
+            ops.statistics(z, zr, tokens[a:b], scaling, out.columns(a, b))
+        stats = out.stats()
         ctx.save_for_backward(logits, ref, tokens, index)
         ctx.stats, ctx.scaling, ctx.ops = stats.for_backward(), scaling, ops
         ctx.set_materialize_grads(False)

@@ -25,13 +25,27 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def _logits(ptr, at, stride, rate, cap, CAPPED: tl.constexpr):
+def _place(z_ptr, row, low, depth, width, last, blocks):
+    """Where column 0 of a row of logits would lie, seen from column ``low``, and the column at which its memory ends.
+
+    Logits lie in blocks of ``width`` columns (:class:`~klamp.kernels.tiles.Tiles`), the last one ``last`` wide, or in
+    one block that is all. Made of products and differences only: so the compiler sees that 16 divides all of it.
+    """
+    block = low // width
+    left = block * width
+    own = width - (block == blocks - 1).to(tl.int32) * (width - last)
+    return z_ptr + (left.to(tl.int64) * depth + row.to(tl.int64) * own - left), left + own
+
+
+@triton.jit
+def _logits(ptr, at, edge, rate, cap, CAPPED: tl.constexpr):
     """Logits x in float32 before scaling; soft-capped ones after it.
 
-    Loads are masked by the row's stride, which the compiler knows to be a multiple of 16, and so stay 16 bytes wide:
-    a mask by the vocabulary, of which it knows nothing, would make every load two bytes. Padding is ours to read.
+    Loads are masked by the row's end with its padding, which the compiler knows to be a multiple of 16, and so stay 16
+    bytes wide: a mask by the vocabulary, of which it knows nothing, would make every load two bytes. Padding is ours to
+    read.
     """
-    x = tl.load(ptr + at, mask=at < stride, other=0.0).to(tl.float32)
+    x = tl.load(ptr + at, mask=at < edge, other=0.0).to(tl.float32)
     if CAPPED:
         x = cap * (1.0 - 2.0 / (tl.exp(2.0 * x * (rate / cap)) + 1.0))
     return x
@@ -49,7 +63,7 @@ def _max4(a, b, c, d, e, f, g, h):
 
 @triton.jit
 def _walk(
-    z_ptr, y_ptr, low, vocabulary, stride, ref_stride, rate, cap, unit,
+    z_ptr, y_ptr, low, vocabulary, edge, ref_edge, rate, cap, unit,
     HAS_REF: tl.constexpr, CAPPED: tl.constexpr, STEPS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """(m, s, h, u, n, t) of STEPS · STEP columns from ``low`` on.
@@ -65,8 +79,8 @@ def _walk(
     t = s
     for i in tl.range(0, STEPS, num_stages=STAGES):
         at = low + i * STEP + 8 * tl.arange(0, STEP // 8)[:, None] + tl.arange(0, 8)[None, :]
-        x = _logits(z_ptr, at, stride, rate, cap, CAPPED)
-        y = _logits(y_ptr, at, ref_stride, rate, cap, CAPPED) if HAS_REF else x
+        x = _logits(z_ptr, at, edge, rate, cap, CAPPED)
+        y = _logits(y_ptr, at, ref_edge, rate, cap, CAPPED) if HAS_REF else x
         if low + i * STEP + STEP > vocabulary:
             x = tl.where(at < vocabulary, x, LOWEST)
             y = tl.where(at < vocabulary, y, LOWEST)
@@ -171,8 +185,8 @@ def _price(logp, ref, kl, log_ratio, advantage, extra, beta, lower, upper, tail,
 
 
 @triton.jit
-def _finish(out_ptr, row, rows, first, xa, ya, m, s, h, u, n, t, unit, HAS_REF: tl.constexpr):
-    """logp, ref_logp and kl in nats from a row's sums; the row's ``first`` program writes them to out [7, rows]."""
+def _finish(out_ptr, row, lines, first, xa, ya, m, s, h, u, n, t, unit, HAS_REF: tl.constexpr):
+    """logp, ref_logp and kl in nats from a row's sums; the row's ``first`` program writes them to out, line by line."""
     log_s = tl.log2(s)
     logp = LN2 * ((xa * unit - m) - log_s)
     ref = logp
@@ -182,18 +196,18 @@ def _finish(out_ptr, row, rows, first, xa, ya, m, s, h, u, n, t, unit, HAS_REF: 
         ref = LN2 * ((ya * unit - n) - log_t)
         # Equal sums cancel exactly; what rounding leaves below zero is not a distance.
         kl = tl.maximum(LN2 * ((u / s * unit - (m - n)) - (log_s - log_t)), 0.0)
-        tl.store(out_ptr + 3 * rows + row, ref, mask=first)
-        tl.store(out_ptr + 4 * rows + row, kl, mask=first)
-        tl.store(out_ptr + 5 * rows + row, LN2 * (n + log_t), mask=first)
+        tl.store(out_ptr + 3 * lines + row, ref, mask=first)
+        tl.store(out_ptr + 4 * lines + row, kl, mask=first)
+        tl.store(out_ptr + 5 * lines + row, LN2 * (n + log_t), mask=first)
     tl.store(out_ptr + row, logp, mask=first)
-    tl.store(out_ptr + rows + row, LN2 * (log_s - h / s), mask=first)
-    tl.store(out_ptr + 2 * rows + row, LN2 * (m + log_s), mask=first)
+    tl.store(out_ptr + lines + row, LN2 * (log_s - h / s), mask=first)
+    tl.store(out_ptr + 2 * lines + row, LN2 * (m + log_s), mask=first)
     return logp, ref, kl
 
 
-@triton.jit(do_not_specialize=["rows", "vocabulary"], do_not_specialize_on_alignment=["tokens_ptr", "out_ptr"])
+@triton.jit(do_not_specialize=["lines", "vocabulary"], do_not_specialize_on_alignment=["tokens_ptr", "out_ptr"])
 def _row_stats(
-    z_ptr, y_ptr, tokens_ptr, out_ptr, rows, vocabulary, stride, ref_stride, rate, cap,
+    z_ptr, y_ptr, tokens_ptr, out_ptr, lines, vocabulary, stride, ref_stride, rate, cap,
     HAS_REF: tl.constexpr, CAPPED: tl.constexpr, STEPS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a row: its statistics."""
@@ -210,25 +224,27 @@ def _row_stats(
     safe = tl.where(known, token, 0)
     xa = tl.where(known, _logits(z_ptr, safe, stride, rate, cap, CAPPED), float("nan"))
     ya = _logits(y_ptr, safe, ref_stride, rate, cap, CAPPED) if HAS_REF else xa
-    _finish(out_ptr, row, rows, row >= 0, xa, ya, m, s, h, u, n, t, unit, HAS_REF)
+    _finish(out_ptr, row, lines, row >= 0, xa, ya, m, s, h, u, n, t, unit, HAS_REF)
 
 
 @triton.jit(
-    do_not_specialize=["vocabulary"],
+    do_not_specialize=["vocabulary", "above", "depth", "blocks"],
     do_not_specialize_on_alignment=[
         "tokens_ptr", "lse_ptr", "entropy_ptr", "kl_ptr", "ref_lse_ptr", "up_logp_ptr", "up_kl_ptr", "up_entropy_ptr"
     ],
 )  # fmt: skip
 def _row_gradient(
     z_ptr, y_ptr, tokens_ptr, lse_ptr, entropy_ptr, kl_ptr, ref_lse_ptr, up_logp_ptr, up_kl_ptr, up_entropy_ptr,
-    vocabulary, stride, ref_stride, rate, cap, CAPPED: tl.constexpr, STEP: tl.constexpr,
+    vocabulary, above, depth, width, last, blocks, ref_stride, rate, cap,
+    CAPPED: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """One program a row and step: ``p (u_kl (d - kl) - u_logp - u_H (log p + H)) + [j = a] u_logp`` over the logits."""
     row = tl.program_id(0)
-    at = tl.program_id(1) * STEP + tl.arange(0, STEP)
+    low = tl.program_id(1) * STEP
+    at = low + tl.arange(0, STEP)
     unit = 1.0 if CAPPED else rate
-    z_ptr += row.to(tl.int64) * stride
-    x = tl.maximum(tl.where(at < vocabulary, _logits(z_ptr, at, stride, rate, cap, CAPPED), LOWEST), LOWEST)
+    z_ptr, edge = _place(z_ptr, row + above, low, depth, width, last, blocks)
+    x = tl.maximum(tl.where(at < vocabulary, _logits(z_ptr, at, edge, rate, cap, CAPPED), LOWEST), LOWEST)
     log_p = x * unit - tl.load(lse_ptr + row)
     p = tl.exp2(log_p * LOG2E)
     slope = tl.zeros_like(p)
@@ -246,31 +262,34 @@ def _row_gradient(
     g = (p * slope + tl.where(at == tl.load(tokens_ptr + row), up_logp, 0.0)) * rate
     if CAPPED:
         g *= 1.0 - (x / cap) * (x / cap)
-    tl.store(z_ptr + at, g.to(z_ptr.dtype.element_ty), mask=at < stride)
+    tl.store(z_ptr + at, g.to(z_ptr.dtype.element_ty), mask=at < edge)
 
 
 @triton.jit(
-    do_not_specialize=["rows", "vocabulary", "slices"],
-    do_not_specialize_on_alignment=["tokens_ptr", "a_ptr", "old_ptr", "ref_ptr", "w_ptr", "x_ptr", "out_ptr"],
-)
+    do_not_specialize=["lines", "vocabulary", "slices", "above", "depth", "blocks"],
+    do_not_specialize_on_alignment=[
+        "tokens_ptr", "a_ptr", "old_ptr", "ref_ptr", "w_ptr", "x_ptr", "out_ptr", "gate_ptr"
+    ],
+)  # fmt: skip
 def _one_pass(
     z_ptr, y_ptr, tokens_ptr, a_ptr, old_ptr, ref_ptr, w_ptr, x_ptr, knobs_ptr, out_ptr, part_ptr, gate_ptr,
-    rows, vocabulary, slices, stride, ref_stride, rate, cap, tail,
+    lines, vocabulary, slices, above, depth, width, last, blocks, ref_stride, rate, cap, tail,
     HAS_REF: tl.constexpr, CAPPED: tl.constexpr, FORM: tl.constexpr, PHASE: tl.constexpr,
     SLICES: tl.constexpr, STEPS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a slice of a row: its partial sums (phase 1), then the gradient of the row's loss over it (phase 2);
     phase 0 is both, with a wait between them. A program takes its number when it starts, not from its place in the
-    grid: then the programs it waits for have started too, and the wait ends whatever order the hardware chose.
+    grid: then the programs it waits for have started too, and the wait ends whatever order the hardware chose. Lines of
+    out and gate are ``lines`` apart; gate's two count the programs that have come, by row and in all.
     """
     number = tl.program_id(0)
     if PHASE == 0 and SLICES > 1:
-        number = tl.atomic_add(gate_ptr + rows, 1, sem="relaxed")
+        number = tl.atomic_add(gate_ptr + lines, 1, sem="relaxed")
     row = number // slices
     here = number % slices
     low = here * (STEPS * STEP)
     unit = LOG2E * (1.0 if CAPPED else rate)
-    z_ptr += row.to(tl.int64) * stride
+    z_ptr, edge = _place(z_ptr, row + above, low, depth, width, last, blocks)
     if HAS_REF:
         y_ptr += row.to(tl.int64) * ref_stride
     part_ptr += row.to(tl.int64) * (8 * SLICES)
@@ -285,12 +304,12 @@ def _one_pass(
     xa = LOWEST + 0.0
     ya = LOWEST + 0.0
     if (token >= low) & (token < low + STEPS * STEP) & (token < vocabulary):
-        xa = _logits(z_ptr, token, stride, rate, cap, CAPPED)
+        xa = _logits(z_ptr, token, edge, rate, cap, CAPPED)
         if HAS_REF:
             ya = _logits(y_ptr, token, ref_stride, rate, cap, CAPPED)
     if PHASE != 2 or SLICES == 1:
         m, s, h, u, n, t = _walk(
-            z_ptr, y_ptr, low, vocabulary, stride, ref_stride, rate, cap, unit, HAS_REF, CAPPED, STEPS, STEP, STAGES
+            z_ptr, y_ptr, low, vocabulary, edge, ref_stride, rate, cap, unit, HAS_REF, CAPPED, STEPS, STEP, STAGES
         )
     if PHASE != 2 and SLICES > 1:
         _publish(part_ptr + 8 * here, m, s, h, u, n, t, xa, ya)
@@ -302,22 +321,22 @@ def _one_pass(
         if SLICES > 1:
             m, s, h, u, n, t, xa, ya = _gather(part_ptr, slices, SLICES)
         xa = tl.where((token >= 0) & (token < vocabulary), xa, float("nan"))
-        logp, ref, kl = _finish(out_ptr, row, rows, here == 0, xa, ya, m, s, h, u, n, t, unit, HAS_REF)
+        logp, ref, kl = _finish(out_ptr, row, lines, here == 0, xa, ya, m, s, h, u, n, t, unit, HAS_REF)
         if ref_ptr is not None:
             ref = tl.load(ref_ptr + row)
         log_ratio = 0.0 if old_ptr is None else logp - old
         loss, slope, kl_slope = _price(logp, ref, kl, log_ratio, advantage, extra, beta, lower, upper, tail, FORM)
-        tl.store(out_ptr + 6 * rows + row, loss, mask=here == 0)
+        tl.store(out_ptr + 6 * lines + row, loss, mask=here == 0)
         pull = kl_slope * unit * LN2
         _descend(
-            z_ptr, y_ptr, low, token, stride, ref_stride, rate, cap, unit, m, rate / s, pull, slope + pull * (u / s),
+            z_ptr, y_ptr, low, token, edge, ref_stride, rate, cap, unit, m, rate / s, pull, slope + pull * (u / s),
             slope * rate, CAPPED, FORM, STEPS, STEP, STAGES,
         )  # fmt: skip
 
 
 @triton.jit
 def _descend(
-    z_ptr, y_ptr, low, token, stride, ref_stride, rate, cap, unit, m, scale, pull, level, spike,
+    z_ptr, y_ptr, low, token, edge, ref_edge, rate, cap, unit, m, scale, pull, level, spike,
     CAPPED: tl.constexpr, FORM: tl.constexpr, STEPS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """``scale · e (pull · (x - y) - level) + [j = a] spike`` over the logits of a slice.
@@ -328,17 +347,17 @@ def _descend(
     for back in tl.range(0, STEPS, num_stages=STAGES):
         i = STEPS - 1 - back
         at = low + i * STEP + tl.arange(0, STEP)
-        x = _logits(z_ptr, at, stride, rate, cap, CAPPED)
+        x = _logits(z_ptr, at, edge, rate, cap, CAPPED)
         g = tl.exp2(x * unit - m) * scale
         if FORM == 4:
-            g *= pull * (x - _logits(y_ptr, at, ref_stride, rate, cap, CAPPED)) - level
+            g *= pull * (x - _logits(y_ptr, at, ref_edge, rate, cap, CAPPED)) - level
         else:
             g *= -level
         if (token >= low + i * STEP) & (token < low + i * STEP + STEP):
             g += tl.where(at == token, spike, 0.0)
         if CAPPED:
             g *= 1.0 - (x / cap) * (x / cap)
-        tl.store(z_ptr + at, g.to(z_ptr.dtype.element_ty), mask=at < stride)
+        tl.store(z_ptr + at, g.to(z_ptr.dtype.element_ty), mask=at < edge)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -5,13 +5,18 @@ All of it was chosen by measurement on an H200 (docs/performance.md); nothing is
 
 from __future__ import annotations
 
-from klamp.kernels.work import Plan, Scaling, Work
+from klamp.kernels.work import Lead, Plan, Scaling, Work
 
 # Logits of both models and the gradient of the hidden states together, in bytes. Logits alone get at least FLOOR, so
 # that the cost of a token does not depend on how many there are.
 BUDGET, FLOOR = int(0.585 * 2**30), int(0.545 * 2**30)
 # More rows than this make no matrix product faster.
 ENOUGH = 6144
+# Rows of the reference's logits, and of the gradient of the hidden states, at a time in a lead.
+LEAD = 2048
+# Columns a program takes at a time, and such steps in its slice of a loss. Longer slices spread the cost of meeting,
+# until what all programs in flight have read (here 38 MB) no longer waits in the second-level cache to be read again.
+STEP, STEPS = 2048, 6
 
 
 def plan(work: Work, *, trains_head: bool) -> Plan:
@@ -23,16 +28,48 @@ def plan(work: Work, *, trains_head: bool) -> Plan:
     """
     hidden = work.policy.hidden
     row = width(work.policy.head.shape[0]) * hidden.element_size()
-    fits = min(ENOUGH, max(FLOOR, BUDGET - hidden.numel() * hidden.element_size()) // row)
+    room = max(FLOOR, BUDGET - hidden.numel() * hidden.element_size())
+    fits = min(ENOUGH, room // row)
     if fits < 384:
         rows = max(1, fits // 2)
-        return Plan(rows, rows)
+        return Plan(rows, rows, lead(work, room, rows) if trains_head else None)
     half = fits // 2
     if trains_head or half >= 2048:
         chunk = fits // 3 // 128 * 128
-        return Plan(chunk, 2 * chunk)
+        return Plan(chunk, 2 * chunk, lead(work, room, 2 * chunk) if trains_head else None)
     rows = 1024 if half >= 1024 else half // 64 * 64
     return Plan(rows, rows)
+
+
+def lead(work: Work, room: int, block: int) -> Lead | None:
+    """The first rows of a head that trains, all whose logits the memory of its gradient holds, where that saves time.
+
+    A block of rows costs a read and a write of the head's gradient. A lead costs three such moves, of half the width
+    where no rows follow it: it pays where it stands for two blocks, or for all of several. Beside it ``room`` holds the
+    reference's logits, and after them one block of columns of the head's gradient in float32.
+    """
+    hidden, n = work.policy.hidden, work.tokens.shape[0]
+    vocabulary, size, h = work.policy.head.shape[0], hidden.element_size(), hidden.shape[1]
+    rows = min(n, 4 * h // size)
+    if rows < 2 * block and not rows == n > block:
+        return None
+    if work.index is not None:
+        room -= rows * h * size  # counted rows are copied
+    most = room // (width(vocabulary) * size)
+    if most < 1:
+        return None
+    most = min(rows, LEAD, most if most < 128 else most // 128 * 128)
+    parts = -(-rows // most)
+    chunk = most if most < 128 else min(most, -(-rows // (parts * 128)) * 128)
+    step, steps = slices(vocabulary)
+    columns = (room // (4 * h) - chunk) // (step * steps) * (step * steps)
+    return Lead(rows, chunk, min(columns, width(vocabulary))) if columns > 0 else None
+
+
+def slices(vocabulary: int) -> tuple[int, int]:
+    """Columns at a time, a power of two, and how many times a program takes so many: no more than needed."""
+    step = min(STEP, max(128, 1 << (vocabulary - 1).bit_length()))
+    return step, min(STEPS, -(-vocabulary // step))
 
 
 def width(vocabulary: int) -> int:

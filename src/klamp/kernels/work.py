@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from klamp.errors import ConfigError, require_number, unknown
-from klamp.masked import as_mask, same_shape
+from klamp.kernels.tiles import Tiles
+from klamp.masked import as_mask
 
 Form = Literal["k2", "k3", "weighted_k3", "exact", "sequence_exact"]
 FORMS: tuple[str, ...] = get_args(Form)
@@ -149,15 +150,73 @@ class Terms:
         )
 
 
+class Lead(NamedTuple):
+    """The first ``rows`` of a head that trains, all at once: their logits lie in the memory of the head's gradient, in
+    blocks of ``width`` columns (:class:`~klamp.kernels.tiles.Tiles`); the reference's come ``chunk`` rows at a time.
+    """
+
+    rows: int
+    chunk: int
+    width: int
+
+
 class Plan(NamedTuple):
-    """How many rows are held at a time: ``chunk`` rows of logits of both models, ``block`` rows of gradient."""
+    """How many rows are held at a time: ``chunk`` of the reference's logits, ``block`` of the policy's, overwritten by
+    their gradient. ``lead`` comes before them, where there is one."""
 
     chunk: int
     block: int
+    lead: Lead | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """What is found out about n rows, a line each: :class:`RowStats`, their loss, and two lines for a kernel's own use.
+
+    One tensor [9, n], zero at the start, of which every chunk fills in its columns: nothing is put together afterwards.
+    """
+
+    lines: Tensor
+    has_ref: bool
+
+    def columns(self, start: int, stop: int) -> Sheet:
+        return Sheet(self.lines[:, start:stop], self.has_ref)
+
+    def stats(self) -> RowStats:
+        logp, entropy, lse, ref_logp, kl, ref_lse = (self.lines[i] for i in range(6))
+        if not self.has_ref:
+            return RowStats(logp, None, None, entropy, lse, None)
+        return RowStats(logp, ref_logp, kl, entropy, lse, ref_lse)
+
+    @property
+    def loss(self) -> Tensor:
+        return self.lines[6]
+
+    def write(self, stats: RowStats, loss: Tensor | None = None) -> None:
+        """Fill in these columns."""
+        for line, x in zip(self.stats(), stats, strict=True):
+            if line is not None and x is not None:
+                line.copy_(x)
+        if loss is not None:
+            self.loss.copy_(loss)
+
+
+def sheet(work: Work) -> Sheet:
+    """An empty sheet for the counted rows."""
+    hidden = work.policy.hidden
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    return Sheet(hidden.new_zeros(9, work.tokens.shape[0], dtype=wide), work.reference is not None)
+
+
+Logits = Tensor | Tiles
+"""[rows, V]: a tensor, or tiles of one."""
 
 
 class Ops(Protocol):
-    """What the eager and the fused kernels each provide. Logits are [rows, V]; both buffers may be overwritten."""
+    """What the eager and the fused kernels each provide. Logits are [rows, V]; both buffers may be overwritten.
+
+    Only a kernel whose plan has a lead meets :class:`~klamp.kernels.tiles.Tiles` in place of a tensor.
+    """
 
     def plan(self, work: Work, *, trains_head: bool) -> Plan: ...
 
@@ -165,15 +224,15 @@ class Ops(Protocol):
 
     def scale(self, source: Tensor, factor: Tensor, out: Tensor) -> None: ...
 
-    def statistics(self, z: Tensor, ref: Tensor | None, tokens: Tensor, scaling: Scaling) -> RowStats: ...
+    def statistics(self, z: Any, ref: Tensor | None, tokens: Tensor, scaling: Scaling, out: Sheet) -> None: ...
 
     def gradient(
-        self, z: Tensor, ref: Tensor | None, tokens: Tensor, stats: RowStats, up: Upstream, scaling: Scaling
+        self, z: Any, ref: Tensor | None, tokens: Tensor, stats: RowStats, up: Upstream, scaling: Scaling
     ) -> None: ...
 
     def loss_gradient(
-        self, z: Tensor, ref: Tensor | None, tokens: Tensor, terms: Terms, scaling: Scaling
-    ) -> tuple[Tensor, RowStats]: ...
+        self, z: Any, ref: Tensor | None, tokens: Tensor, terms: Terms, scaling: Scaling, out: Sheet
+    ) -> None: ...
 
 
 def lowest(dtype: torch.dtype) -> float:
@@ -244,49 +303,68 @@ def check_tokens(tokens: Tensor, vocabulary: int) -> None:
             )
 
 
-def terms(
+class Asked(NamedTuple):
+    """A loss as its caller asked for it, checked. ``knobs`` are beta and the two clips."""
+
+    form: Form | None
+    knobs: tuple[Number, Number, Number]
+    tail: float | None
+    per_token: dict[str, Tensor]
+
+    def terms(self, work: Work) -> Terms:
+        """Brought to the counted rows and to the device: a few small copies, which the first product need not await."""
+        wide = torch.promote_types(work.policy.hidden.dtype, torch.float32)
+
+        def rows(name: str) -> Tensor | None:
+            x = work.compact(self.per_token.get(name))
+            return None if x is None else x.to(wide).contiguous()
+
+        advantages = rows("advantages")
+        assert advantages is not None
+        return Terms(
+            self.form,
+            stack_knobs(self.knobs, wide, work.policy.hidden.device),
+            self.tail,
+            advantages,
+            rows("old_logp"),
+            rows("ref_logp"),
+            rows("kl_weights"),
+            rows("unclipped_advantages"),
+        )
+
+
+def ask(
     work: Work,
     form: Form | None,
     knobs: tuple[Number, Number, Number],
     tail: float | None,
     per_token: dict[str, Tensor | None],
-) -> Terms:
-    """The Terms of the counted rows; refuses unknown forms, missing references and shapes that differ from tokens."""
+) -> Asked:
+    """The loss asked for; refuses unknown forms, missing references and shapes that differ from tokens."""
     if form is not None and form not in FORMS:
         raise unknown("form", form, FORMS)
     given = {name: x for name, x in per_token.items() if x is not None}
     for name, x in given.items():
-        if tuple(x.shape) != work.shape:
+        if x.shape != work.shape:
             raise ConfigError(f"{name} must be {work.shape} like tokens, got {tuple(x.shape)}. Nothing is broadcast.")
-    same_shape(**given)
     if form in ("exact", "sequence_exact") and work.reference is None:
         raise ConfigError(f"form={form!r} needs ref_hidden, got None. With ref_logp alone use form='weighted_k3'.")
     if form is not None and work.reference is None and "ref_logp" not in given:
         raise ConfigError(f"form={form!r} needs a reference. Give ref_hidden or ref_logp, or form=None for no KL term.")
     if tail is not None:
         require_number("tail", tail, above=0, way_out="It is a log-ratio, 5.0 in the trainer; None is the formula.")
-    wide = torch.float64 if work.policy.hidden.dtype == torch.float64 else torch.float32
-
-    def rows(name: str) -> Tensor | None:
-        x = work.compact(given.get(name))
-        return None if x is None else x.to(wide).contiguous()
-
-    advantages = rows("advantages")
-    assert advantages is not None
-    return Terms(
-        form,
-        stack_knobs(knobs, wide, work.policy.hidden.device),
-        tail,
-        advantages,
-        rows("old_logp"),
-        rows("ref_logp"),
-        rows("kl_weights"),
-        rows("unclipped_advantages"),
-    )
+    return Asked(form, knobs, tail, given)
 
 
 def stack_knobs(knobs: tuple[Number, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers and one-element tensors as one device tensor, without waiting for the device."""
     if not any(isinstance(k, Tensor) for k in knobs):
-        return torch.tensor(knobs, dtype=dtype, device=device)
-    return torch.stack([torch.as_tensor(k, dtype=dtype, device=device).detach().reshape(()) for k in knobs])
+        # From ordinary memory CUDA takes its copy before it returns: nobody waits, and the source may go.
+        return torch.tensor(knobs, dtype=dtype).to(device, non_blocking=True)
+
+    def one(k: Number) -> Tensor:
+        if isinstance(k, Tensor):
+            return k.detach().to(device, dtype, non_blocking=True).reshape(())
+        return torch.full((), k, dtype=dtype, device=device)
+
+    return torch.stack([one(k) for k in knobs])
