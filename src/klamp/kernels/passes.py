@@ -6,7 +6,6 @@ gradient. What can wait comes after the first product: a GPU works while Python 
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from klamp.errors import KlampError
 from klamp.kernels.gradients import Gradients, hand_out
-from klamp.kernels.work import Asked, Logits, Ops, RowStats, Sheet, Side, Upstream, Work, lowest, sheet
+from klamp.kernels.work import Asked, Logits, Ops, RowStats, Sheet, Side, Terms, Upstream, Work, lowest, sheet
 
 
 class Turn(Protocol):
@@ -118,15 +117,18 @@ def backward_statistics(
 
 def loss_pass(ops: Ops, work: Work, asked: Asked, needs: tuple[bool, bool, bool]) -> tuple[Sheet, Gradients]:
     """Each counted row's loss, its statistics, and the gradients of the rows' sum, logits visited once."""
-    # Made at the first turn: after the first product has started.
-    terms, out = functools.cache(lambda: asked.terms(work)), functools.cache(lambda: sheet(work))
+    made: list[tuple[Terms, Sheet]] = []
 
     def turn(z: Logits, ref: Tensor | None, start: int, stop: int) -> None:
-        tokens, columns = work.tokens[start:stop], out().columns(start, stop)
-        ops.loss_gradient(z, ref, tokens, terms().rows(start, stop), work.scaling, columns)
+        if not made:  # only now: after the first product has started
+            made.append((asked.terms(work), sheet(work)))
+        terms, out = made[0]
+        ops.loss_gradient(
+            z, ref, work.tokens[start:stop], terms.rows(start, stop), work.scaling, out.columns(start, stop)
+        )
 
     grads = descend(ops, work, work.reference, needs, turn)
-    return out(), grads
+    return made[0][1] if made else sheet(work), grads
 
 
 class Statistics(torch.autograd.Function):
