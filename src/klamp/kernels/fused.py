@@ -38,14 +38,15 @@ def _place(z_ptr, row, low, depth, width, last, blocks):
 
 
 @triton.jit
-def _logits(ptr, at, edge, rate, cap, CAPPED: tl.constexpr):
+def _logits(ptr, at, edge, rate, cap, CAPPED: tl.constexpr, WHOLE: tl.constexpr = False):
     """Logits x in float32 before scaling; soft-capped ones after it.
 
     Loads are masked by the row's end with its padding, which the compiler knows to be a multiple of 16, and so stay 16
     bytes wide: a mask by the vocabulary, of which it knows nothing, would make every load two bytes. Padding is ours to
-    read.
+    read. WHOLE: every column is there, and no mask is computed.
     """
-    x = tl.load(ptr + at, mask=at < edge, other=0.0).to(tl.float32)
+    x = tl.load(ptr + at) if WHOLE else tl.load(ptr + at, mask=at < edge, other=0.0)
+    x = x.to(tl.float32)
     if CAPPED:
         x = cap * (1.0 - 2.0 / (tl.exp(2.0 * x * (rate / cap)) + 1.0))
     return x
@@ -57,14 +58,15 @@ def _add4(a, b, c, d, e, f, g, h):
 
 
 @triton.jit
-def _max4(a, b, c, d, e, f, g, h):
-    return tl.maximum(a, e), tl.maximum(b, f), tl.maximum(c, g), tl.maximum(d, h)
+def _max2(a, b, c, d):
+    return tl.maximum(a, c), tl.maximum(b, d)
 
 
 @triton.jit
 def _walk(
     z_ptr, y_ptr, low, vocabulary, edge, ref_edge, rate, cap, unit,
     HAS_REF: tl.constexpr, CAPPED: tl.constexpr, STEPS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    WHOLE: tl.constexpr = False,
 ):  # fmt: skip
     """(m, s, h, u, n, t) of STEPS · STEP columns from ``low`` on.
 
@@ -79,9 +81,9 @@ def _walk(
     t = s
     for i in tl.range(0, STEPS, num_stages=STAGES):
         at = low + i * STEP + 8 * tl.arange(0, STEP // 8)[:, None] + tl.arange(0, 8)[None, :]
-        x = _logits(z_ptr, at, edge, rate, cap, CAPPED)
-        y = _logits(y_ptr, at, ref_edge, rate, cap, CAPPED) if HAS_REF else x
-        if low + i * STEP + STEP > vocabulary:
+        x = _logits(z_ptr, at, edge, rate, cap, CAPPED, WHOLE)
+        y = _logits(y_ptr, at, ref_edge, rate, cap, CAPPED, WHOLE) if HAS_REF else x
+        if not WHOLE:
             x = tl.where(at < vocabulary, x, LOWEST)
             y = tl.where(at < vocabulary, y, LOWEST)
         top = tl.maximum(m, tl.max(x, 1) * unit)
@@ -102,7 +104,7 @@ def _walk(
 @triton.jit
 def _combine(m, s, h, u, n, t):
     """Partial sums over one maximum each, from sums over several; always in the same order."""
-    top, ref_top, _, _ = tl.reduce((m, n, m, n), 0, _max4)
+    top, ref_top = tl.reduce((m, n), 0, _max2)
     f = tl.exp2(m - top)
     h = f * (h + s * (m - top))
     s, h, u, t = tl.reduce((f * s, h, f * u, t * tl.exp2(n - ref_top)), 0, _add4)
@@ -275,7 +277,7 @@ def _one_pass(
     z_ptr, y_ptr, tokens_ptr, a_ptr, old_ptr, ref_ptr, w_ptr, x_ptr, knobs_ptr, out_ptr, part_ptr, gate_ptr,
     lines, vocabulary, slices, above, depth, width, last, blocks, ref_stride, rate, cap, tail,
     HAS_REF: tl.constexpr, CAPPED: tl.constexpr, FORM: tl.constexpr, PHASE: tl.constexpr,
-    SLICES: tl.constexpr, STEPS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    SLICES: tl.constexpr, STEPS: tl.constexpr, TAIL: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a slice of a row: its partial sums (phase 1), then the gradient of the row's loss over it (phase 2);
     phase 0 is both, with a wait between them. A program takes its number when it starts, not from its place in the
@@ -307,10 +309,19 @@ def _one_pass(
         xa = _logits(z_ptr, token, edge, rate, cap, CAPPED)
         if HAS_REF:
             ya = _logits(y_ptr, token, ref_stride, rate, cap, CAPPED)
+    # Masks cost a third of the sums: only the slice in which the vocabulary ends has them, for its TAIL of steps.
+    whole = low + STEPS * STEP <= vocabulary
     if PHASE != 2 or SLICES == 1:
-        m, s, h, u, n, t = _walk(
-            z_ptr, y_ptr, low, vocabulary, edge, ref_stride, rate, cap, unit, HAS_REF, CAPPED, STEPS, STEP, STAGES
-        )
+        if whole:
+            m, s, h, u, n, t = _walk(
+                z_ptr, y_ptr, low, vocabulary, edge, ref_stride, rate, cap, unit,
+                HAS_REF, CAPPED, STEPS, STEP, STAGES, True,
+            )  # fmt: skip
+        else:
+            m, s, h, u, n, t = _walk(
+                z_ptr, y_ptr, low, vocabulary, edge, ref_stride, rate, cap, unit,
+                HAS_REF, CAPPED, TAIL, STEP, STAGES, False,
+            )  # fmt: skip
     if PHASE != 2 and SLICES > 1:
         _publish(part_ptr + 8 * here, m, s, h, u, n, t, xa, ya)
     if PHASE == 0 and SLICES > 1:
@@ -327,37 +338,59 @@ def _one_pass(
         log_ratio = 0.0 if old_ptr is None else logp - old
         loss, slope, kl_slope = _price(logp, ref, kl, log_ratio, advantage, extra, beta, lower, upper, tail, FORM)
         tl.store(out_ptr + 6 * lines + row, loss, mask=here == 0)
-        pull = kl_slope * unit * LN2
-        _descend(
-            z_ptr, y_ptr, low, token, edge, ref_stride, rate, cap, unit, m, rate / s, pull, slope + pull * (u / s),
-            slope * rate, CAPPED, FORM, STEPS, STEP, STAGES,
-        )  # fmt: skip
+        scale = rate / s
+        pull = scale * kl_slope * unit * LN2
+        level = scale * slope + pull * (u / s)
+        if whole:
+            _descend(
+                z_ptr, y_ptr, low, edge, ref_stride, rate, cap, unit, m, pull, level,
+                CAPPED, FORM, STEPS, STEP, STAGES, True,
+            )  # fmt: skip
+        else:
+            _descend(
+                z_ptr, y_ptr, low, edge, ref_stride, rate, cap, unit, m, pull, level,
+                CAPPED, FORM, TAIL, STEP, STAGES, False,
+            )  # fmt: skip
+        # The token's own column once more, after all the others: asking every column whether it is the one costs more.
+        tl.debug_barrier()
+        g = _slope(xa, ya, cap, unit, m, pull, level, slope * rate, CAPPED, FORM).to(z_ptr.dtype.element_ty)
+        tl.store(z_ptr + token, g, mask=(token >= low) & (token < low + STEPS * STEP) & (token < vocabulary))
 
 
 @triton.jit
 def _descend(
-    z_ptr, y_ptr, low, token, edge, ref_edge, rate, cap, unit, m, scale, pull, level, spike,
+    z_ptr, y_ptr, low, edge, ref_edge, rate, cap, unit, m, pull, level,
     CAPPED: tl.constexpr, FORM: tl.constexpr, STEPS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """``scale · e (pull · (x - y) - level) + [j = a] spike`` over the logits of a slice.
+    """The gradient over the logits of a slice, but for what the token adds to its own column.
 
     They are read again, latest first, from the second-level cache: held in registers they would leave too few programs
     in flight to keep the memory busy.
     """
     for back in tl.range(0, STEPS, num_stages=STAGES):
-        i = STEPS - 1 - back
-        at = low + i * STEP + tl.arange(0, STEP)
-        x = _logits(z_ptr, at, edge, rate, cap, CAPPED)
-        g = tl.exp2(x * unit - m) * scale
-        if FORM == 4:
-            g *= pull * (x - _logits(y_ptr, at, ref_edge, rate, cap, CAPPED)) - level
+        at = low + (STEPS - 1 - back) * STEP + tl.arange(0, STEP)
+        x = _logits(z_ptr, at, edge, rate, cap, CAPPED, WHOLE)
+        y = _logits(y_ptr, at, ref_edge, rate, cap, CAPPED, WHOLE) if FORM == 4 else x
+        g = _slope(x, y, cap, unit, m, pull, level, 0.0, CAPPED, FORM).to(z_ptr.dtype.element_ty)
+        if WHOLE:
+            tl.store(z_ptr + at, g)
         else:
-            g *= -level
-        if (token >= low + i * STEP) & (token < low + i * STEP + STEP):
-            g += tl.where(at == token, spike, 0.0)
-        if CAPPED:
-            g *= 1.0 - (x / cap) * (x / cap)
-        tl.store(z_ptr + at, g.to(z_ptr.dtype.element_ty), mask=at < edge)
+            tl.store(z_ptr + at, g, mask=at < edge)
+
+
+@triton.jit
+def _slope(x, y, cap, unit, m, pull, level, spike, CAPPED: tl.constexpr, FORM: tl.constexpr):
+    """``e (pull · (x - y) - level) + spike``, through the soft-cap where there is one."""
+    g = tl.exp2(x * unit - m)
+    if FORM == 4:
+        g *= pull * (x - y) - level
+    else:
+        g *= -level
+    g += spike
+    if CAPPED:
+        g *= 1.0 - (x / cap) * (x / cap)
+    return g
 
 
 @triton.jit(do_not_specialize=["count"])

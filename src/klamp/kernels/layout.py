@@ -15,8 +15,8 @@ ENOUGH = 6144
 # Rows of the reference's logits, and of the gradient of the hidden states, at a time in a lead.
 LEAD = 2048
 # Columns a program takes at a time, and such steps in its slice of a loss. Longer slices spread the cost of meeting,
-# until what all programs in flight have read (here 38 MB) no longer waits in the second-level cache to be read again.
-STEP, STEPS = 2048, 6
+# until what all programs in flight have read (here 43 MB) no longer waits in the second-level cache to be read again.
+STEP, STEPS = 2048, 5
 
 
 def plan(work: Work, *, trains_head: bool) -> Plan:
