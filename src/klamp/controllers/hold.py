@@ -57,6 +57,8 @@ FIRST_NOISE = 0.005  # 7 % of x, 14 % of KL: a batch of a hundred sequences
 SMALL_KL = 0.09  # below this x the noise of KL no longer shrinks with KL, so the log of it grows
 OUTLIER = 3.5  # standard deviations; one wild reading moves the filter no further
 RUN_RATE, RUN_BOOST = 0.1, 0.3  # surprises of one sign, ten in a row, mean that beta* has jumped: follow faster
+RUN_PRICE, RUN_CHANCE = 0.8, 0.1  # or that it keeps rising: charge 0.8 of their mean more, less what chance brings
+RUN_SLOW = 6.0, 13.0  # not on a plant that answers within 6 steps, for there the filter keeps up; in full from 13 on
 
 # What is done.
 PACE = 8.0  # steps to the target on a slow plant: more than its delays, or the push oscillates
@@ -65,7 +67,7 @@ LEAD = 2.6  # steps ahead at which x is judged: what is decided now is felt then
 HARDEST = 0.085  # least drive asked for, when KL is far above the target
 BOLDNESS, BOLDER = 6.0, 3.0  # highest drive asked for while KL is low; exp(3 sd) higher while beta* is not known
 RISE, FALL = 1.4, 0.13  # largest change of log beta a step: up at once, for KL is running away; down with care
-CLIMB, CLIMB_FALL = 40.0, 0.02  # on a climb that arrives within 40 steps by itself, beta falls by 2 % a step at most
+CLIMB, CLIMB_FALL = 40.0, 0.01  # on a climb that arrives within 40 steps by itself, beta falls by 1 % a step at most
 SPEED_RATE = 0.25  # the climb is averaged over about four steps
 
 # With a clamp beside it. Strain is the clamp's effort over the free pace of x: the share of a step that it undoes.
@@ -303,11 +305,21 @@ def _price(before: HoldState, state: HoldState) -> float:
     drive = ((miss + math.sqrt(miss * miss + 4 * x)) / 2) ** 2
     sd = math.sqrt(state.doubt[3])
     boldest = 1 + (BOLDNESS - 1) * (push - 1) / (MOST - 1) * math.exp(BOLDER * sd)
-    wanted, now = state.best - math.log(clip(drive, HARDEST, boldest)) - state.lean * LEAN, math.log(before.beta)
+    wanted = state.best + _behind(state) - math.log(clip(drive, HARDEST, boldest)) - state.lean * LEAN
+    now = math.log(before.beta)
     fall = CLIMB_FALL if x < 1 and state.speed * CLIMB > 1 - x else FALL
     if state.lean and x < 1 and state.speed * LEAN_CLIMB > (1 - x) * state.free:
         wanted, fall = max(wanted, min(state.best, now)), CLIMB_FALL
     return clip(wanted, now - fall, now + RISE)
+
+
+def _behind(state: HoldState) -> float:
+    """By how much the filter's ``beta*`` trails one that rises, as real ones do: KL above its forecast, step after step.
+
+    Upwards only. A price too low is a KL that runs away; one too high costs a little reward, and the filter sees to it.
+    """
+    slow = clip((math.exp(-state.rate) - RUN_SLOW[0]) / (RUN_SLOW[1] - RUN_SLOW[0]), 0.0, 1.0)
+    return RUN_PRICE * slow * max(state.run - RUN_CHANCE, 0.0)
 
 
 def _pace(before: HoldState, state: HoldState) -> HoldState:
