@@ -314,7 +314,7 @@ def _price(before: HoldState, state: HoldState) -> float:
 
 
 def _behind(state: HoldState) -> float:
-    """By how much the filter's ``beta*`` trails one that rises, as real ones do: KL above its forecast, step after step.
+    """How far the filter's ``beta*`` trails one that rises, as real ones do: KL above its forecast, step after step.
 
     Upwards only. A price too low is a KL that runs away; one too high costs a little reward, and the filter sees to it.
     """
