@@ -60,8 +60,8 @@ def test_lora_is_pefts(dtype: torch.dtype, settings: dict[str, Any]) -> None:
     made = adapted(dtype, **settings)
     before = outcome(made)
     lean.lean_lora(made)
-    # float32: one rounding of s·y + x where peft takes two; none where s is a power of two.
-    near = {"rtol": 0, "atol": 0} if settings != {"use_rslora": True} else {"rtol": 1e-5, "atol": 1e-6}
+    # float32: the scale is applied to the whole product, and the base's output is where the sum begins.
+    near = {"rtol": 1e-4, "atol": 1e-6}
     torch.testing.assert_close(outcome(made), before, **near if dtype == torch.float32 else {"rtol": 1e-9, "atol": 0})
 
 

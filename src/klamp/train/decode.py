@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from klamp.train.shared import layout, plain_cache, sees
+
 SLOTS = 4
 """Shapes whose cache and graph are kept."""
 
@@ -79,7 +81,12 @@ class Decoder:
         return self.slots[key]
 
     def _prefill(self, slot: Slot, ids: Tensor, attention: Tensor) -> Tensor:
+        """Logits after each prompt, whose keys and values go into the cache."""
+        cache = plain_cache(self.model.config) if ids.device.type == "cpu" and slot.plain else None
         positions = (attention.long().cumsum(-1) - 1).clamp(min=0)
+        slot.position.copy_(positions[:, -1:] + 1)
+        if cache is not None:
+            return self._prefill_once(slot, cache, ids, attention)
         prompt = ids.shape[1]
         causal = torch.ones(prompt, slot.width, dtype=torch.bool, device=ids.device).tril()
         # A padding query sees itself, so that no row of the softmax is empty.
@@ -92,19 +99,36 @@ class Decoder:
             use_cache=True,
             logits_to_keep=1,
         )
-        slot.position.copy_(positions[:, -1:] + 1)
         return out.logits[:, -1]  # type: ignore[no-any-return]
+
+    def _prefill_once(self, slot: Slot, cache: Any, ids: Tensor, attention: Tensor) -> Tensor:
+        """The same with each distinct prompt computed once and handed to all of its sequences."""
+        rows, which, *_ = layout(ids, attention)
+        real = attention[rows]
+        logits: Tensor = self.model(
+            input_ids=ids[rows],
+            attention_mask=sees(ids.shape[1], 0, 0, real[:, None, None, :]),
+            position_ids=(real.long().cumsum(-1) - 1).clamp(min=0),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        for index, layer in enumerate(cache.layers):
+            slot.cache.update(layer.keys.index_select(0, which), layer.values.index_select(0, which), index)
+        return logits.index_select(0, which)
 
 
 class Slot:
     """Static cache, mask and positions for one shape, and on a GPU the graph of a step over them."""
 
     def __init__(self, model: Any, rows: int, width: int) -> None:
-        from transformers import StaticCache
+        from transformers.cache_utils import StaticCache, StaticLayer
 
         device = next(model.parameters()).device
         self.width = width
         self.cache: Any = StaticCache(config=model.config, max_cache_len=width)
+        self.plain = all(type(layer) is StaticLayer for layer in self.cache.layers)
+        """Whether every layer keeps all keys and values."""
         self.visible = torch.zeros(rows, width, dtype=torch.bool, device=device)
         self.position = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.token = torch.zeros(rows, 1, dtype=torch.long, device=device)

@@ -19,6 +19,7 @@ from klamp.kernels import HeadSpec, TokenStats, head_of, token_stats, token_stat
 from klamp.train import lean
 from klamp.train.batch import Part
 from klamp.train.config import TrainConfig
+from klamp.train.shared import Backbone, inputs_of
 
 ADAPTER = "default"
 
@@ -51,6 +52,7 @@ class Policy(nn.Module):
         """Whether FSDP2 holds the weights."""
         self.layers: list[Any] = []
         """The LoRA layers."""
+        self.states_of = Backbone()
         self.find_layers()
         self.value: nn.Linear | None = None
         if value_head:
@@ -80,14 +82,12 @@ class Policy(nn.Module):
     def forward(self, part: Part, *, values: bool = False) -> States:
         """States before each token of ``part``; ``values`` asks for the value head too."""
         head = self.head
-        positions = (part.attention.long().cumsum(-1) - 1).clamp(min=0)
-        inputs = {"input_ids": part.ids, "attention_mask": part.attention.long(), "position_ids": positions}
-        before = slice(part.first - 1, part.ids.shape[1] - 1)
         if head is None:
-            out = self.model(**inputs, use_cache=False, output_hidden_states=values)
+            out = self.model(**inputs_of(part), use_cache=False, output_hidden_states=values)
+            before = slice(part.first - 1, part.ids.shape[1] - 1)
             hidden, last = out.logits[:, before], out.hidden_states[-1][:, before] if values else None
         else:
-            hidden = last = head.backbone(**inputs, use_cache=False).last_hidden_state[:, before]
+            hidden = last = self.states_of(head.backbone, part, share=not self.sharded)
         if self.sharded:
             hidden = hidden.clone()  # FSDP2 hooks what a forward pass returns, and a view would lose the hook
         if not values or self.value is None or last is None:
