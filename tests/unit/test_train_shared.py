@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from klamp.train import packed, shared
 from klamp.train.algorithms import needs_look, prepare
 from klamp.train.batch import Part
-from klamp.train.decode import Decoder, Slot
+from klamp.train.decode import Decoder, Slot, fit_threads
 
 FIRST = 5
 # Llama's norm is float32 whatever the model is: its rounding is what is left. GPT-2 is float64 throughout.
@@ -222,3 +222,16 @@ def test_the_sampler_follows_the_policy_through_packed_weights(
     look = made.learner._look(rollout, made.learner._anchors(rollout))
     torch.testing.assert_close(rollout.sampler_logp[rollout.mask], look.logp[rollout.mask], rtol=1e-4, atol=1e-4)
     assert bool((look.kl[rollout.mask] > 0).any()), "the adapter does something"
+
+
+def test_sleeping_threads_are_left_asleep_for_small_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, before = model("llama"), torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        for policy, rows, expected in (("passive", 8, 1), ("PASSIVE", 8, 1), ("passive", 1 << 14, 2), ("active", 8, 2)):
+            monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+            with fit_threads(made, rows):
+                assert torch.get_num_threads() == expected
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
