@@ -103,6 +103,8 @@ def test_it_is_done_where_it_pays() -> None:
         "scores would outweigh it"
     )
     assert shared.worthwhile(same, found(same), config)
+    bare = replace(same, ids=same.ids[:, :FIRST], attention=same.attention[:, :FIRST], mask=same.mask[:, :0])
+    assert not shared.worthwhile(bare, found(bare), config), "no token to speak of"
     alone = replace(piece, ids=piece.ids[[0, 1, 4]], attention=piece.attention[[0, 1, 4]])
     assert not shared.worthwhile(alone, found(alone), config)
 

@@ -84,7 +84,8 @@ def worthwhile(part: Part, found: Layout, config: Any) -> bool:
     n, length = part.ids.shape
     width = length - 1 - part.first
     saved = 1 - len(found.rows) * (part.first + found.tails * width) / (n * max(length - 1, 1))
-    return saved >= SAVED and (found.tails - 1) * width <= 6 * saved * config.get_text_config().hidden_size
+    outweighs = (found.tails - 1) * width <= 6 * saved * config.get_text_config().hidden_size
+    return width >= 0 and saved >= SAVED and outweighs  # a part may have no column of tokens at all
 
 
 def plain_cache(config: Any) -> Any:
