@@ -58,7 +58,8 @@ SMALL_KL = 0.09  # below this x the noise of KL no longer shrinks with KL, so th
 OUTLIER = 3.5  # standard deviations; one wild reading moves the filter no further
 RUN_RATE, RUN_BOOST = 0.1, 0.3  # surprises of one sign, ten in a row, mean that beta* has jumped: follow faster
 RUN_PRICE, RUN_CHANCE = 0.8, 0.1  # or that it keeps rising: charge 0.8 of their mean more, less what chance brings
-RUN_SLOW = 6.0, 13.0  # not on a plant that answers within 6 steps, for there the filter keeps up; in full from 13 on
+RUN_PACE = 6.0, 13.0, 16.0, 24.0  # in full on a plant that answers in 13 to 16 steps. With one that takes 6 the filter
+# keeps up; one that takes 24 is pushed by its x, and a climb of it that bends upwards is no beta* that rises
 
 # What is done.
 PACE = 8.0  # steps to the target on a slow plant: more than its delays, or the push oscillates
@@ -72,7 +73,8 @@ SPEED_RATE = 0.25  # the climb is averaged over about four steps
 
 # With a clamp beside it. Strain is the clamp's effort over the free pace of x: the share of a step that it undoes.
 LEAN = 0.25  # before the clamp first acts, a price 25 % under beta* brings KL to it: there is no hurry up
-LEAN_CLIMB = 2.5  # and a climb that arrives within 2.5 times its free time by itself is not pushed: what is learned
+LEAN_CLIMB, LEAN_FALL = 15.0, 0.04  # and on one that takes more than 15 steps it falls without restraint, else by 4 %
+LEAN_FREE = 2.5  # a climb that arrives within 2.5 times its free time by itself is not pushed: what is learned
 # under a price far too low is worth less, and has to be unlearned
 STRAIN, STRAIN_FAST = 0.06, 1.3  # the strain to keep: 6 %, and 1.3 % more for each 1 % of x that a step may move, up to
 MOST_STRAIN = 0.4  # 40 %. At that price KL rests on the clamp, which cuts the upper half of its wander, for 1 % of the
@@ -305,11 +307,13 @@ def _price(before: HoldState, state: HoldState) -> float:
     drive = ((miss + math.sqrt(miss * miss + 4 * x)) / 2) ** 2
     sd = math.sqrt(state.doubt[3])
     boldest = 1 + (BOLDNESS - 1) * (push - 1) / (MOST - 1) * math.exp(BOLDER * sd)
-    wanted = state.best + _behind(state) - math.log(clip(drive, HARDEST, boldest)) - state.lean * LEAN
+    wanted = state.best - math.log(clip(drive, HARDEST, boldest)) + (-LEAN if state.lean else _behind(state))
     now = math.log(before.beta)
-    fall = CLIMB_FALL if x < 1 and state.speed * CLIMB > 1 - x else FALL
-    if state.lean and x < 1 and state.speed * LEAN_CLIMB > (1 - x) * state.free:
-        wanted, fall = max(wanted, min(state.best, now)), CLIMB_FALL
+    fall = FALL
+    if x < 1 and state.speed * (LEAN_CLIMB if state.lean else CLIMB) > 1 - x:
+        fall = LEAN_FALL if state.lean else CLIMB_FALL
+    if state.lean and x < 1 and state.speed * LEAN_FREE > (1 - x) * state.free:
+        wanted, fall = max(wanted, min(state.best, now)), LEAN_FALL
     return clip(wanted, now - fall, now + RISE)
 
 
@@ -318,8 +322,10 @@ def _behind(state: HoldState) -> float:
 
     Upwards only. A price too low is a KL that runs away; one too high costs a little reward, and the filter sees to it.
     """
-    slow = clip((math.exp(-state.rate) - RUN_SLOW[0]) / (RUN_SLOW[1] - RUN_SLOW[0]), 0.0, 1.0)
-    return RUN_PRICE * slow * max(state.run - RUN_CHANCE, 0.0)
+    steps = math.exp(-state.rate)
+    low, from_, to, high = RUN_PACE
+    share = clip(min((steps - low) / (from_ - low), (high - steps) / (high - to)), 0.0, 1.0)
+    return RUN_PRICE * share * max(state.run - RUN_CHANCE, 0.0)
 
 
 def _pace(before: HoldState, state: HoldState) -> HoldState:
