@@ -312,7 +312,8 @@ def test_a_lead_under_a_mask_is_the_lead_of_the_rows_that_count(n: int) -> None:
     few = Inputs(x.hidden[keep], x.head, x.tokens[keep], x.advantages[keep], x.ref_hidden[keep], x.ref_head, x.old_logp)
     (values, grads), (alone, exact) = loss_of(x, mask=keep), loss_of(few)
     for a, b in zip(values, alone, strict=True):
-        torch.testing.assert_close(a[keep], b, rtol=FLOAT32, atol=0.02)  # other chunks: cuBLAS may round other logits
+        # Other chunks, other products: a bf16 logit of 8 to 16 may be rounded the other way, by 0.0625.
+        torch.testing.assert_close(a[keep], b, rtol=FLOAT32, atol=0.0625)
         assert not a[~keep].any()
     assert (grads[0][keep].float() - exact[0].float()).norm() <= 1e-2 * exact[0].float().norm()
     assert not grads[0][~keep].any()

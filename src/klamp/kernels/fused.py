@@ -278,6 +278,7 @@ def _one_pass(
     lines, vocabulary, slices, above, depth, width, last, blocks, ref_stride, rate, cap, tail,
     HAS_REF: tl.constexpr, CAPPED: tl.constexpr, FORM: tl.constexpr, PHASE: tl.constexpr,
     SLICES: tl.constexpr, STEPS: tl.constexpr, TAIL: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    ONCE: tl.constexpr,
 ):  # fmt: skip
     """One program a slice of a row: its partial sums (phase 1), then the gradient of the row's loss over it (phase 2);
     phase 0 is both, with a wait between them. A program takes its number when it starts, not from its place in the
@@ -344,12 +345,12 @@ def _one_pass(
         if whole:
             _descend(
                 z_ptr, y_ptr, low, edge, ref_stride, rate, cap, unit, m, pull, level,
-                CAPPED, FORM, STEPS, STEP, STAGES, True,
+                CAPPED, FORM, STEPS, STEP, STAGES, True, ONCE,
             )  # fmt: skip
         else:
             _descend(
                 z_ptr, y_ptr, low, edge, ref_stride, rate, cap, unit, m, pull, level,
-                CAPPED, FORM, TAIL, STEP, STAGES, False,
+                CAPPED, FORM, TAIL, STEP, STAGES, False, ONCE,
             )  # fmt: skip
         # The token's own column once more, after all the others: asking every column whether it is the one costs more.
         tl.debug_barrier()
@@ -361,7 +362,7 @@ def _one_pass(
 def _descend(
     z_ptr, y_ptr, low, edge, ref_edge, rate, cap, unit, m, pull, level,
     CAPPED: tl.constexpr, FORM: tl.constexpr, STEPS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
-    WHOLE: tl.constexpr,
+    WHOLE: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     """The gradient over the logits of a slice, but for what the token adds to its own column.
 
@@ -373,8 +374,12 @@ def _descend(
         x = _logits(z_ptr, at, edge, rate, cap, CAPPED, WHOLE)
         y = _logits(y_ptr, at, ref_edge, rate, cap, CAPPED, WHOLE) if FORM == 4 else x
         g = _slope(x, y, cap, unit, m, pull, level, 0.0, CAPPED, FORM).to(z_ptr.dtype.element_ty)
-        if WHOLE:
+        if WHOLE and ONCE:
+            tl.store(z_ptr + at, g, eviction_policy="evict_first")
+        elif WHOLE:
             tl.store(z_ptr + at, g)
+        elif ONCE:
+            tl.store(z_ptr + at, g, mask=at < edge, eviction_policy="evict_first")
         else:
             tl.store(z_ptr + at, g, mask=at < edge)
 

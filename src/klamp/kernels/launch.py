@@ -76,7 +76,7 @@ def loss_gradient(z: Logits, ref: Tensor | None, tokens: Tensor, terms: Terms, s
                 terms.unclipped, terms.knobs, out.lines, part, gate, out.lines.stride(0), vocabulary, count, *place,
                 0 if ref is None else ref.stride(0), rate, cap, 1e30 if terms.tail is None else terms.tail,
                 HAS_REF=ref is not None, CAPPED=scaling.softcap is not None, FORM=FORM[terms.form], PHASE=phase,
-                SLICES=most, STEPS=steps, TAIL=tail, STEP=step, STAGES=STAGES, num_warps=WARPS,
+                SLICES=most, STEPS=steps, TAIL=tail, STEP=step, STAGES=STAGES, ONCE=terms.once, num_warps=WARPS,
             )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ gradient. What can wait comes after the first product: a GPU works while Python 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -121,7 +122,7 @@ def loss_pass(ops: Ops, work: Work, asked: Asked, needs: tuple[bool, bool, bool]
 
     def turn(z: Logits, ref: Tensor | None, start: int, stop: int) -> None:
         if not made:  # only now: after the first product has started
-            made.append((asked.terms(work), sheet(work)))
+            made.append((replace(asked.terms(work), once=not needs[1]), sheet(work)))
         terms, out = made[0]
         ops.loss_gradient(
             z, ref, work.tokens[start:stop], terms.rows(start, stop), work.scaling, out.columns(start, stop)

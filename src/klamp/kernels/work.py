@@ -133,6 +133,8 @@ class Terms:
     ref_logp: Tensor | None
     kl_weights: Tensor | None
     unclipped: Tensor | None
+    once: bool = False
+    """Whether one product reads the gradient of the logits: then no cache need keep it."""
 
     def rows(self, start: int, stop: int) -> Terms:
         def cut(x: Tensor | None) -> Tensor | None:
@@ -147,6 +149,7 @@ class Terms:
             cut(self.ref_logp),
             cut(self.kl_weights),
             cut(self.unclipped),
+            self.once,
         )
 
 
