@@ -14,7 +14,6 @@ import importlib
 from klamp.audit import Finding, audit_function, audit_matrix
 from klamp.clamp import (
     Clamped,
-    Gap,
     Gauge,
     lora_scaler,
     scale_for,
@@ -91,7 +90,6 @@ __all__ = [
     "Exponential",
     "Finding",
     "Fixed",
-    "Gap",
     "Gauge",
     "Hold",
     "HoldState",

@@ -237,57 +237,6 @@ def _check_factor(s: float) -> float:
 
 
 @dataclass(frozen=True)
-class GapState:
-    """The learned ratio of fresh KL to own-token KL, and how many pairs it rests on."""
-
-    ratio: float = 1.0
-    pairs: int = 0
-
-
-@dataclass(frozen=True)
-class Gap:
-    """``own limit = limit / ratio``, where ``ratio = fresh KL of the next batch / clamped own-token KL of this one``.
-
-    An update moves most the tokens it was computed on, so KL measured on them after it reads higher than on fresh
-    samples, the more so the smaller the batch. Clamping own tokens at the limit meant for fresh ones would then hold
-    KL lower than asked.
-    """
-
-    rate: float = 0.2
-    """Share of a new pair in the average, once ``1 / rate`` pairs are there; a plain mean before."""
-    bounds: tuple[float, float] = (0.3, 1.1)
-    """The ratio never leaves these. Small batches of a real model gave 0.35 to 1; above 1 is noise, and kept small."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.rate <= 1:
-            raise ConfigError(f"Gap.rate must be in (0, 1], got {self.rate!r}. The default is 0.2.")
-        if not 0 < self.bounds[0] <= 1 <= self.bounds[1]:
-            raise ConfigError(f"Gap.bounds must be (low, high) around 1 with low > 0, got {self.bounds!r}.")
-
-    def init(self) -> GapState:
-        """No pair seen: own tokens and fresh ones are taken to agree."""
-        return GapState()
-
-    def update(self, state: GapState, fresh: float, own: float) -> GapState:
-        """The state after the fresh KL of a batch and the own-token KL at the end of the step before it.
-
-        A pair that is not two positive finite numbers is left out. One pair moves the ratio no further than one
-        beyond the bounds could, so an outlier is soon forgotten.
-        """
-        if not (math.isfinite(fresh) and math.isfinite(own) and fresh > 0 and own > 0):
-            return state
-        low, high = self.bounds
-        seen = min(max(fresh / own, low), high)
-        share = max(self.rate, 1 / (state.pairs + 2))  # the starting ratio of 1 counts as one pair
-        return replace(state, ratio=state.ratio + share * (seen - state.ratio), pairs=state.pairs + 1)
-
-    def limit(self, state: GapState, limit: float) -> float:
-        """The limit for own tokens that holds fresh KL at ``limit``."""
-        _check_limit(limit)
-        return limit / state.ratio
-
-
-@dataclass(frozen=True)
 class GaugeState:
     """The KL of the weights as they are, and how the present batch reads it."""
 
@@ -308,7 +257,10 @@ class GaugeState:
 
 @dataclass(frozen=True)
 class Gauge:
-    """The limit on a step's own tokens that holds fresh KL under ``limit``, batch by batch: a finer :class:`Gap`.
+    """The limit on a step's own tokens that holds fresh KL under ``limit``, batch by batch.
+
+    An update moves most the tokens it was computed on: KL on them reads higher than on fresh samples, the more so the
+    smaller the batch, and clamped at the limit meant for fresh ones it would be held lower than asked.
 
     A batch reads KL with an error of 5 to 15 %, but it reads the weights before and after its update with the same
     error. So the change is known ten times better than the level: the gauge adds up the changes and lets each fresh

@@ -14,8 +14,6 @@ from torch import nn
 
 from klamp.clamp import (
     Clamped,
-    Gap,
-    GapState,
     Gauge,
     GaugeState,
     clamp,
@@ -200,24 +198,6 @@ def test_no_scaler_takes_a_factor_that_ruins_weights(bad: float) -> None:
     for scale in (weights_scaler(model, snapshot(model)), lora_scaler(Lora())):
         with pytest.raises(ConfigError, match="s must be"):
             scale(bad)
-
-
-def test_gap_learns_that_own_tokens_read_high() -> None:
-    gap, state = Gap(), Gap().init()
-    assert gap.limit(state, 0.05) == 0.05
-    for _ in range(60):
-        state = gap.update(state, 0.03, 0.05)
-    assert state.ratio == pytest.approx(0.6, rel=1e-4)  # the mean forgets its start by 0.8 a pair
-    assert gap.limit(state, 0.05) == pytest.approx(0.05 / 0.6, rel=1e-4)
-    assert GapState(**asdict(state)) == state
-
-
-@given(st.lists(st.tuples(st.floats(), st.floats()), max_size=30))
-def test_gap_stays_in_bounds_whatever_it_sees(pairs: list[tuple[float, float]]) -> None:
-    gap, state = Gap(), Gap().init()
-    for fresh, own in pairs:
-        state = gap.update(state, fresh, own)
-        assert gap.bounds[0] <= state.ratio <= gap.bounds[1]
 
 
 def test_gauge_follows_the_level_better_than_a_batch_reads_it() -> None:

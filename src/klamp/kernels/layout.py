@@ -23,8 +23,9 @@ def plan(work: Work, *, trains_head: bool) -> Plan:
     """Rows at a time within BUDGET: the policy's ``block`` rows of logits, overwritten by their gradient, and the
     reference's ``chunk`` rows.
 
-    A frozen head wants both tall: the logits' products are most of the work. A head that trains wants tall blocks, for
-    each block reads and writes its float32 gradient once; so does a small head, whose buffers are tall anyway.
+    Both tall, for the logits' products are most of the work. Taller blocks beside shorter chunks would read and write
+    the float32 gradient of a head that trains less often, but lose as much in the reference's products. A small head,
+    whose buffers are tall anyway, has tall blocks.
     """
     hidden = work.policy.hidden
     row = width(work.policy.head.shape[0]) * hidden.element_size()
@@ -34,11 +35,11 @@ def plan(work: Work, *, trains_head: bool) -> Plan:
         rows = max(1, fits // 2)
         return Plan(rows, rows, lead(work, room, rows) if trains_head else None)
     half = fits // 2
-    if trains_head or half >= 2048:
-        chunk = fits // 3 // 128 * 128
-        return Plan(chunk, 2 * chunk, lead(work, room, 2 * chunk) if trains_head else None)
-    rows = 1024 if half >= 1024 else half // 64 * 64
-    return Plan(rows, rows)
+    if half >= 2048:
+        chunk, block = fits // 3 // 128 * 128, 2 * (fits // 3 // 128 * 128)
+    else:
+        chunk = block = 1024 if half >= 1024 else half // 64 * 64
+    return Plan(chunk, block, lead(work, room, block) if trains_head else None)
 
 
 def lead(work: Work, room: int, block: int) -> Lead | None:
