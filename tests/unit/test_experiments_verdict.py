@@ -48,6 +48,14 @@ def test_a_loss_is_told_as_one() -> None:
     assert [c.holds for c in said.checks] == [False, False]
 
 
+def test_a_collapse_is_told_though_its_size_differs_by_powers_of_ten_between_seeds() -> None:
+    made = comparison(static=(1.5, 0.99, 1e3), hold=(0.05, 0.6, 9.3))
+    made.arms["static"] = [run(1.5, 0.99, 10.0**power, seed) for seed, power in enumerate((2, 6, 14))]
+    said = judge(made)
+    assert re.search(r"perplexity was 1 times the reference's where static's was [\d.]+e\+\d+ times it", said.sentence)
+    assert said.sentence.endswith("what static gained in reward it paid for in English.")
+
+
 def test_what_cannot_be_told_apart_is_not_told_apart() -> None:
     said = judge(comparison(static=(0.05, 0.5, 9.2), hold=(0.0501, 0.5, 9.2)))
     assert said.sentence.count("not clearly different (95 % interval") == 2

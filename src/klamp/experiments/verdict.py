@@ -12,6 +12,8 @@ from klamp.experiments.figures import Figures, Interval, at_equal_kl, paired, pa
 
 DEGRADED = 1.25
 """Held-out perplexity, in the reference's, above which a policy's English has suffered."""
+GONE = 10.0
+"""And above which there is no English left."""
 
 
 @dataclass(frozen=True)
@@ -108,21 +110,34 @@ def sentence(comparison: Comparison, rows: dict[str, Figures]) -> str:
         if closer
         else f"No adaptive arm kept KL closer to {closest}; {ours.arm} came nearest"
     )
-    price = f"beta {static.beta:g}"
+    english = _compared(perplexity, percent=True)
+    gone = 0.0 if perplexity.high < 0 else _gone(static, ours, comparison)
+    if gone:  # seeds that collapse do so to perplexities many powers of ten apart, and no interval over them is narrow
+        english = f"{_english(ours, comparison):.2g} times the reference's where static's was {gone:.2g} times it"
     return (
-        f"{opening} ({_band(ours)}, against {_band(static)} with {price}); its held-out perplexity was "
-        f"{_compared(perplexity, percent=True)} and its reward {_compared(reward)}"
-        f"{_trade(reward, perplexity)}."
+        f"{opening} ({_band(ours)}, against {_band(static)} with beta {static.beta:g}); its held-out perplexity was "
+        f"{english} and its reward {_compared(reward)}{_trade(reward, bool(gone) or perplexity.high < 0)}."
     )
 
 
-def _trade(reward: Interval, perplexity: Interval) -> str:
-    """What a lower reward bought, or what a higher one cost; nothing where neither is certain."""
-    if reward.high < 0 and perplexity.high < 0:
+def _trade(reward: Interval, better_english: bool) -> str:
+    """What a lower reward bought; nothing where it is not certainly lower."""
+    if not reward.high < 0:
+        return ""
+    if better_english:
         return ": what static gained in reward it paid for in English"
-    if reward.high < 0 and not perplexity.high < 0:
-        return ": on this run adaptive steering did not win"
-    return ""
+    return ": on this run adaptive steering did not win"
+
+
+def _english(found: Figures, comparison: Comparison) -> float:
+    """Held-out perplexity as a multiple of the reference's."""
+    return found.perplexity / float(comparison.reference["perplexity"]["heldout"])
+
+
+def _gone(static: Figures, ours: Figures, comparison: Comparison) -> float:
+    """The static arm's perplexity as a multiple of the reference's, if it alone is beyond GONE; else 0."""
+    ratio = _english(static, comparison)
+    return ratio if ratio > GONE and _english(ours, comparison) <= DEGRADED else 0.0
 
 
 def _compared(found: Interval, *, percent: bool = False) -> str:
