@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import html.parser
 import json
+import math
 import re
 import unicodedata
 from pathlib import Path
+from statistics import fmean, stdev
 
 import pytest
 from hypothesis import given
@@ -141,6 +143,21 @@ def write_run(folder: Path, *, seed: int = 0, lr: float = 0.1, per: str = "token
     line = '{{"step": {0}, "kl/steered": 0.0{0}, "kl/target": 0.05, "reward/mean": 0.{0}, "kl/beta": 0.1}}\n'
     (folder / "metrics.jsonl").write_text("".join(line.format(n) for n in range(1, lines + 1)))
     return folder
+
+
+def test_what_is_drawn_on_a_logarithmic_axis_has_a_band_that_stays_above_zero() -> None:
+    runs = []
+    for value in (1e2, 1e6, 1e14):
+        series = Series()
+        series.add(1, value)
+        runs.append(series)
+    plain, ratio = curve(runs), curve(runs, by_ratio=True)
+    assert plain["low"][0] < 0 < ratio["low"][0] < 1e2
+    assert ratio["y"] == plain["y"], "the line is the mean in both"
+    logs = [math.log(v) for v in (1e2, 1e6, 1e14)]
+    half = 4.303 * stdev(logs) / math.sqrt(3)  # Student's t, two degrees of freedom
+    assert ratio["high"][0] == pytest.approx(math.exp(fmean(logs) + half), rel=0.02)
+    assert curve([Series(), runs[0]], by_ratio=True)["low"] == []
 
 
 def test_runs_that_differ_in_their_seed_alone_are_one_arm(tmp_path: Path) -> None:

@@ -117,9 +117,16 @@
       yaxis: { title: { text: "reward" } } })];
   }
 
+  // The means set the scale: with few seeds an interval may be wider than everything else on the chart.
+  function around(key, title) {
+    const means = data.arms.flatMap((a, i) => (hidden.has(i) ? [] : a[key].y)).filter(Number.isFinite);
+    const low = Math.min(...means), high = Math.max(...means), margin = 0.25 * (high - low) || 0.1;
+    return { title: { text: title }, ...(means.length ? { range: [low - margin, high + margin] } : {}) };
+  }
+
   const step = { title: { text: "step" } };
   const charts = {
-    reward: () => [lines("reward", 3), layout({ xaxis: step, yaxis: { title: { text: "reward" } } })],
+    reward: () => [lines("reward", 3), layout({ xaxis: step, yaxis: around("reward", "reward") })],
     kl: klChart,
     beta: () => [lines("beta", 4), layout({ xaxis: step, yaxis: logAxis("beta", "beta") })],
     perplexity: () => [lines("perplexity", 2), layout({ xaxis: step, yaxis: logAxis("perplexity", "perplexity") })],

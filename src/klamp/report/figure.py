@@ -45,6 +45,11 @@ def _panel(axes: Any, key: str, title: str, view: View, data: dict[str, Any]) ->
         title = f"KL, nats per {view.per.replace('_', ' ')}"
     elif key in ("beta", "perplexity") and 0 < 2.5 * lowest < highest:
         axes.set_yscale("log")
+        axes.set_ylim(lowest / 1.5, highest * 1.5)  # by the means: the interval of a few seeds may span everything
+    else:
+        means = [y for n in data["arms"] for y in n[key]["y"] if y is not None]
+        margin = 0.25 * (max(means, default=1.0) - min(means, default=0.0)) or 0.1
+        axes.set_ylim(min(means, default=0.0) - margin, max(means, default=1.0) + margin)
     axes.set_title(title, fontsize=11, loc="left")
     axes.set_xlabel("step", fontsize=9)
     axes.tick_params(labelsize=8)

@@ -119,18 +119,22 @@ def _arm_data(arm: Arm, start: dict[str, float]) -> dict[str, Any]:
         "dash": arm.look.dash,
         "seeds": len(runs),
         "reward": curve([smooth(r.get("reward/mean")) for r in runs]),
-        "kl": curve([r.get("kl/steered") for r in runs]),
-        "beta": curve([r.get("kl/beta") for r in runs]),
+        "kl": curve([r.get("kl/steered") for r in runs], by_ratio=True),
+        "beta": curve([r.get("kl/beta") for r in runs], by_ratio=True),
         "entropy": curve([r.get("policy/entropy") for r in runs]),
-        "perplexity": curve([_from(start.get("heldout"), r.get("heldout/perplexity")) for r in runs]),
-        "on_reference": curve([_from(start.get("reference"), r.get("heldout/perplexity_reference")) for r in runs]),
+        "perplexity": curve([_from(start.get("heldout"), r.get("heldout/perplexity")) for r in runs], by_ratio=True),
+        "on_reference": curve(
+            [_from(start.get("reference"), r.get("heldout/perplexity_reference")) for r in runs], by_ratio=True
+        ),
         "path": _path(runs),
         "end": _point(arm.name, runs),
     }
 
 
-def curve(runs: Sequence[Series]) -> dict[str, Any]:
+def curve(runs: Sequence[Series], *, by_ratio: bool = False) -> dict[str, Any]:
     """Mean over seeds with its 95 % interval at every step that any run has; values as they stand in the files.
+
+    ``by_ratio`` takes the interval of the logarithms, as befits what is drawn on a logarithmic axis.
 
     Runs too long to draw are drawn in stretches, the band then from the least to the greatest value of any seed: what
     lasts a single step stays to be seen.
@@ -141,7 +145,7 @@ def curve(runs: Sequence[Series]) -> dict[str, Any]:
         for stretch in series.stretches(stride):
             at.setdefault(stretch.step, []).append(stretch)
     points = [at[step] for step in sorted(at)]
-    bands = [interval([s.mean for s in found]) for found in points]
+    bands = [(_ratio_interval if by_ratio else interval)([s.mean for s in found]) for found in points]
     if stride > 1:
         bands = [
             Interval(b.mean, min(s.low for s in found), max(s.high for s in found))
@@ -155,6 +159,15 @@ def curve(runs: Sequence[Series]) -> dict[str, Any]:
         "high": [_clean(b.high) for b in bands] if several else [],
         "stride": stride,
     }
+
+
+def _ratio_interval(values: Sequence[float]) -> Interval:
+    """The mean, and the interval of the geometric one where there is one; the wider of the two ends around the mean."""
+    plain = interval(values)
+    if not all(v > 0 for v in values if math.isfinite(v)) or math.isnan(plain.low):
+        return plain
+    logs = interval([math.log(v) for v in values if math.isfinite(v)])
+    return Interval(plain.mean, min(math.exp(logs.low), plain.mean), max(math.exp(min(logs.high, 700.0)), plain.mean))
 
 
 def thinned(view: View) -> int:
