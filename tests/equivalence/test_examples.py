@@ -37,7 +37,8 @@ def test_the_one_file_loop_is_the_trainer(trainer: Any, words_model: str, words_
     """Batches of the example through the trainer's learner: loss, KL, beta, effort and weights, step by step.
 
     Two ways through the head and the attention mask: float32 rounding, which Adam's first steps (signs of gradients)
-    can only enlarge where a gradient is of the size of that rounding.
+    can only enlarge where a gradient is of the size of that rounding. It made 1e-5 of KL and beta, 3e-5 of the effort
+    (the logarithm of a ratio near 1) and 1e-6 of the weights in these six steps.
     """
     grpo = example("grpo")
 
@@ -71,13 +72,13 @@ def test_the_one_file_loop_is_the_trainer(trainer: Any, words_model: str, words_
         rollout = Rollout(batch.ids, batch.attention.bool(), batch.mask, unknown, first, group_size=4)
         scored = Scored(batch.rewards, torch.ones(len(batch.ids), dtype=torch.bool), {})
         m = made.learner.step(step, rollout, scored).metrics
-        assert figures["kl"] == pytest.approx(m["kl/ref/exact"], rel=1e-3, abs=1e-6)
-        assert figures["beta"] == pytest.approx(m["kl/beta"], rel=1e-3)
-        assert figures["effort"] == pytest.approx(m["kl/clamp/effort"], rel=1e-2, abs=1e-3)
-        assert figures["loss"] == pytest.approx(m["loss/policy"] + m["loss/price"], rel=1e-3, abs=1e-4)
+        assert figures["kl"] == pytest.approx(m["kl/ref/exact"], rel=1e-4, abs=1e-6)
+        assert figures["beta"] == pytest.approx(m["kl/beta"], rel=1e-4)
+        assert figures["effort"] == pytest.approx(m["kl/clamp/effort"], rel=1e-3, abs=1e-4)
+        assert figures["loss"] == pytest.approx(m["loss/policy"] + m["loss/price"], rel=1e-4, abs=1e-5)
         a = torch.cat([weights[n].flatten() for n in start])
         b = torch.cat([own[n].detach().flatten() for n in start])
-        assert float((a - b).norm() / a.norm()) < 1e-3
+        assert float((a - b).norm() / a.norm()) < 1e-4
         efforts += figures["effort"]
     assert efforts > 0.05
 
@@ -86,6 +87,7 @@ def test_ppo_on_a_toy_learns_and_holds_its_kl() -> None:
     history = example("ppo_toy").run(50, show=False)
     rewards, kls = zip(*history, strict=True)
     assert sum(rewards[-10:]) / 10 > 2 * rewards[0]
+    # Single steps swing by 40 % around the target, in waves of 8: two or three of them average to 9 % of it.
     assert sum(kls[-20:]) / 20 == pytest.approx(0.1, rel=0.3)
 
 

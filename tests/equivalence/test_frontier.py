@@ -27,14 +27,15 @@ def test_the_true_gradient_reaches_the_optimum(frontier: Any, row: str) -> None:
     for kind in frontier.REWARDS:
         world = frontier.make(kind, 0)
         table = frontier.train(world, row, 0.5, steps=150)
-        assert world.lost(table) < 0.02
+        # After 150 steps 1 % of the KL is still to go and 4e-4 of the reward; after 600 it is 1e-4 and 6e-6.
+        assert world.lost(table) < 0.001
         assert world.measure(table)[0] == pytest.approx(world.optimum(0.5)[0], rel=0.02)
 
 
 def test_the_optimum_is_the_best_there_is_at_its_kl(frontier: Any) -> None:
     world = frontier.make("gaussian", 1)
     kl, reward = world.optimum(0.5)
-    assert world.optimum_at(kl) == pytest.approx(reward, rel=1e-6)
+    assert world.optimum_at(kl) == pytest.approx(reward, rel=1e-9)
     assert world.optimum_at(2 * kl) > reward
 
 
@@ -52,7 +53,7 @@ def test_all_token_local_forms_rest_at_one_place(frontier: Any) -> None:
     world = frontier.make("sparse", 0)
     rows = ("exact, in_loss", "k2, in_loss", "weighted_k3, in_loss", "k1, in_advantage")
     kls = [world.measure(frontier.train(world, row, 0.5, steps=150))[0] for row in rows]
-    assert kls == pytest.approx([kls[0]] * 4, rel=1e-3)
+    assert kls == pytest.approx([kls[0]] * 4, rel=1e-9)
     assert kls[0] > 1.3 * world.optimum(0.5)[0], "without the KL to come the same price buys less"
 
 

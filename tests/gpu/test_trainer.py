@@ -136,7 +136,8 @@ def test_fsdp2_in_one_process_is_the_same_training(tmp_path: Path, full: str) ->
     Trainer(config(tmp_path / "plain", steps=1, full=full == "full"), rewards=[length], quiet=True).run()
     ours, plain = rows(tmp_path / "sharded"), rows(tmp_path / "plain")
     assert [row["step"] for row in ours] == [1, 2, 3, 4]
-    # The first step draws the same tokens; bfloat16 sums in another order afterwards.
+    # The first step draws with the same numbers; bfloat16 sums in another order, and a tie may fall the other way. One
+    # of 16 completions that goes on differently is a sixteenth of the gradient, and of a mean of lengths in hundreds.
     assert ours[0]["reward/mean"] == pytest.approx(plain[0]["reward/mean"], abs=0.02)
     assert ours[0]["train/grad_norm"] == pytest.approx(plain[0]["train/grad_norm"], rel=0.1)
     assert all(row["kl/clamp/after"] <= max(row["kl/clamp/limit"], row["kl/steered"]) * (1 + 1e-6) for row in ours)

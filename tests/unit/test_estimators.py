@@ -82,7 +82,8 @@ def test_r_log_r_is_the_kl_on_samples_of_the_reference_and_three_times_it_on_the
     near = (pi.detach() + 1e-3 * ref).softmax(-1)
     p = pi.detach().softmax(-1)
     ratio = (p * klamp.r_log_r(p.log(), near.log())).sum() / kl_by_definition(p, near)
-    assert ratio.item() == pytest.approx(3.0, rel=1e-2)  # 3 is the limit at zero drift; the next term is linear in it
+    # 3 is the limit at zero drift; the next term is linear in it, 0.5 times a drift of 1e-3.
+    assert ratio.item() == pytest.approx(3.0, rel=1e-3)
 
 
 def test_exact_is_the_definition_in_both_directions_and_takes_logits_or_logp() -> None:
@@ -91,7 +92,8 @@ def test_exact_is_the_definition_in_both_directions_and_takes_logits_or_logp() -
     assert klamp.exact(pi, ref).item() == pytest.approx(kl_by_definition(p, q).item(), rel=1e-9)
     assert klamp.exact_forward(pi, ref).item() == pytest.approx(kl_by_definition(q, p).item(), rel=1e-9)
     assert klamp.exact(p.log(), q.log()).item() == pytest.approx(klamp.exact(pi, ref).item(), rel=1e-9)
-    assert klamp.exact(pi, ref).item() != pytest.approx(klamp.exact_forward(pi, ref).item(), rel=1e-2)
+    there, back = klamp.exact(pi, ref).item(), klamp.exact_forward(pi, ref).item()
+    assert there != pytest.approx(back, rel=0.05), "1.57 and 1.75 nats: nearer ones would not tell the directions apart"
 
 
 def test_exact_in_float32_keeps_its_digits_next_to_the_reference() -> None:
@@ -181,7 +183,7 @@ def test_expected_gradients_in_a_loss() -> None:
     }
     for name, (weights, values, expected) in cases.items():
         assert torch.allclose(grad((weights * values).sum(), pi), expected, rtol=1e-9, atol=1e-12), name
-    assert not torch.allclose(reverse, forward, rtol=0.1)
+    assert not torch.allclose(reverse, forward, rtol=0.1), "gradients this near each other would not tell rows apart"
 
 
 WEIGHTED = ["weighted k1", "weighted k2", "weighted k3"]

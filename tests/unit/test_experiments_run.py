@@ -49,7 +49,8 @@ def test_arms_share_prompts_seeds_and_the_first_batch(whole: Path) -> None:
     assert "heldout/perplexity" in static[-1]
     assert "heldout/perplexity_reference" in static[-1]
     reference = json.loads((whole / "reference.json").read_text())
-    assert reference["perplexity"]["heldout"] == pytest.approx(static[-1]["heldout/perplexity"], rel=0.2)
+    # Four steps went 0.02 nats a token away from the reference, which is 1 % of its perplexity.
+    assert reference["perplexity"]["heldout"] == pytest.approx(static[-1]["heldout/perplexity"], rel=0.05)
     probes = [
         json.loads(line) for line in (whole / "runs" / "hold" / "seed-0" / "probes.jsonl").read_text().splitlines()
     ]

@@ -24,6 +24,7 @@ def test_the_example_learns_and_holds_the_kl(tmp_path: Path) -> None:
     steps, rewards, _, kls, _ = zip(*rows, strict=True)
     assert steps == tuple(range(1, 13))
     assert min(rewards[-4:]) > rewards[0] + 0.05
+    # A step of 64 short answers reads KL with 11 % of noise, and twelve steps are few to find the price in.
     assert sum(kls[-4:]) / 4 == pytest.approx(0.05, rel=0.3)
 
 
