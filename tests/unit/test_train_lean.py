@@ -54,15 +54,22 @@ def outcome(made: Any) -> list[Tensor]:
     return [logits.detach(), *grads]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"use_dora": True}], ids=str)
-def test_lora_is_pefts(dtype: torch.dtype, settings: dict[str, Any]) -> None:
-    made = adapted(dtype, **settings)
+@pytest.mark.parametrize("settings", [{}, {"lora_alpha": 7}, {"use_rslora": True}, {"use_dora": True}], ids=str)
+def test_lora_is_pefts(settings: dict[str, Any]) -> None:
+    made = adapted(**settings)
     before = outcome(made)
     lean.lean_lora(made)
-    # float32: the scale is applied to the whole product, and the base's output is where the sum begins.
-    near = {"rtol": 1e-4, "atol": 1e-6}
-    torch.testing.assert_close(outcome(made), before, **near if dtype == torch.float32 else {"rtol": 1e-9, "atol": 0})
+    torch.testing.assert_close(outcome(made), before, rtol=1e-9, atol=0)
+
+
+# Scales of 2 and 4 round nothing. Maps that share an input (q, k and v; gate and up) add up its gradient map by map,
+# where peft adds product by product: 7e-7 of the largest entry at a scale of 2, 2e-6 at 4. DoRA takes peft's own way.
+@pytest.mark.parametrize(("settings", "rtol"), [({}, 1e-5), ({"use_rslora": True}, 1e-4), ({"use_dora": True}, 0)])
+def test_lora_in_float32_is_pefts_but_for_the_order_of_sums(settings: dict[str, Any], rtol: float) -> None:
+    made = adapted(torch.float32, **settings)
+    before = outcome(made)
+    lean.lean_lora(made)
+    torch.testing.assert_close(outcome(made), before, rtol=rtol, atol=1e-6 if rtol else 0)
 
 
 def test_an_adapter_wider_than_its_base_is_pefts() -> None:
