@@ -12,48 +12,12 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-sys.path.insert(0, str(Path(__file__).parent))  # so that tests import ``unbroken`` under any import mode
-
-WORDS = [f"w{i}" for i in range(29)]
-VOCABULARY = {w: i for i, w in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
+sys.path.insert(0, str(Path(__file__).parent))  # so that tests import ``unbroken`` and others under any import mode
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=10, help="how often tests/faults kills a run; `make faults`: 50")
     parser.addoption("--fault-seed", type=int, default=None, help="seed of the random moments in tests/faults")
-
-
-def write_model(folder: Path, *, vocabulary: dict[str, int] = VOCABULARY, seed: int = 0) -> str:
-    """A two-layer Llama over 32 words, its weights spread enough to have something to move, and its tokenizer."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
-    )
-    config = LlamaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=1,
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-    )
-    state = torch.get_rng_state()
-    torch.manual_seed(seed)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    torch.set_rng_state(state)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 def words_reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
@@ -65,14 +29,18 @@ def words_reward(prompts: list[str], completions: list[str], **_: Any) -> list[f
 @pytest.fixture(scope="session")
 def words_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The small model's folder."""
+    from small_model import write_model
+
     return write_model(tmp_path_factory.mktemp("words"))
 
 
 @pytest.fixture(scope="session")
 def words_prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Prompts of one to three words, so that padding is always at work."""
+    from small_model import WORDS
+
     file = tmp_path_factory.mktemp("prompts") / "prompts.txt"
-    lines = [" ".join(WORDS[(7 * i + j) % len(WORDS)] for j in range(1 + i % 3)) for i in range(12)]
+    lines = [" ".join(f"w{(7 * i + j) % WORDS}" for j in range(1 + i % 3)) for i in range(12)]
     file.write_text("\n".join(lines) + "\n")
     return str(file)
 

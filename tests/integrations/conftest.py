@@ -8,43 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-WORDS = [f"w{i}" for i in range(61)]
-PROMPTS = [" ".join(WORDS[(7 * i + j) % 61] for j in range(1 + i % 3)) for i in range(64)]
+WORDS = 61
+PROMPTS = [" ".join(f"w{(7 * i + j) % WORDS}" for j in range(1 + i % 3)) for i in range(64)]
 
 
 def make_model(folder: Path) -> str:
-    """A two-layer Llama over 64 words with weights spread enough to have something to move, and its tokenizer."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    """The small model, twice as wide and over 64 words."""
+    from small_model import vocabulary, write_model
 
-    vocabulary = {w: i for i, w in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
-    )
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=1,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    spread = {"max_position_embeddings": 64, "initializer_range": 0.2}
+    return write_model(folder, words=vocabulary(WORDS), **sizes, **spread)
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import warnings
@@ -18,6 +17,7 @@ from klamp import models
 from klamp.errors import ConfigError
 from klamp.train.config import AlgorithmConfig, KLConfig, RewardConfig, RolloutConfig, TrainConfig
 from klamp.train.loop import Trainer
+from small_model import vocabulary, write_model
 
 
 @pytest.fixture
@@ -52,23 +52,11 @@ def test_an_unknown_model(refused: Any, model: str, match: str) -> None:
 
 
 def test_another_tokenizer_as_reference(refused: Any, tmp_path: Path) -> None:
-    write = write_model()
     swapped = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{28 - i}": i + 3 for i in range(29)}}
-    other = write(tmp_path / "other", vocabulary=swapped)
+    other = write_model(tmp_path / "other", words=swapped)
     refused(r"another tokenizer.*28 tokens differ", kl={"reference": f"model:{other}"})
-    longer = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{i}": i + 3 for i in range(33)}}
-    wide = write(tmp_path / "wide", vocabulary=longer)
+    wide = write_model(tmp_path / "wide", words=vocabulary(33))
     refused(r"another tokenizer.*4 tokens differ, 'w29' is 32 there and None here", kl={"reference": f"model:{wide}"})
-
-
-def write_model() -> Any:
-    path = Path(__file__).parents[1] / "conftest.py"
-    spec = importlib.util.spec_from_file_location("words", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.write_model
 
 
 def test_another_vocabulary_behind_the_same_tokenizer(trainer: Any, words_model: str, tmp_path: Path) -> None:
