@@ -100,7 +100,8 @@ def test_folders_that_are_not_safe_models_are_refused(tmp_path: Path, files: lis
 def test_pickle_beside_safetensors_is_left_alone(tmp_path: Path, tiny: tuple[Any, Any]) -> None:
     tiny[0].save_pretrained(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
-    assert models.fingerprint(models.load_model(tmp_path)) == models.fingerprint(tiny[0])
+    left = models.load_model(tmp_path)
+    assert all(map(torch.equal, left.state_dict().values(), tiny[0].state_dict().values()))
 
 
 def test_a_broken_model_folder_is_a_config_error(tmp_path: Path) -> None:
@@ -168,22 +169,6 @@ def test_a_missing_pad_token_is_eos_and_the_vocabulary_stays(tmp_path: Path, tin
     assert loaded.pad_token_id == loaded.eos_token_id == plain.eos_token_id
     assert len(loaded) == len(plain)
     assert loaded.padding_side == "left"
-
-
-def test_fingerprint_sees_every_bit(tiny: tuple[Any, Any]) -> None:
-    layer = torch.nn.Linear(3, 2)
-    before = models.fingerprint(layer)
-    assert models.fingerprint(layer) == before
-    assert re.fullmatch(r"[0-9a-f]{64}", before)
-    with torch.no_grad():
-        layer.weight[1, 2] = torch.nextafter(layer.weight[1, 2], torch.tensor(math.inf))
-    assert models.fingerprint(layer) != before
-    same = torch.nn.Linear(3, 2, bias=False)
-    wide = torch.nn.Linear(2, 3, bias=False)
-    with torch.no_grad():
-        wide.weight.copy_(same.weight.reshape(3, 2))
-    assert models.fingerprint(same) != models.fingerprint(wide)
-    assert models.fingerprint(tiny[0]) == models.fingerprint(models.load_model("tiny"))
 
 
 # Prompts and held-out text

@@ -17,6 +17,7 @@ from klamp.models import load_model
 from klamp.train import checkpoint
 from klamp.train.anchors import ReferencePolicyError, saved_steps
 from klamp.train.checkpoint import CheckpointError, damage, folder_of
+from klamp.train.sharded import digest
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -24,6 +25,20 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=torch.tensor([[5, 9, 17, 3, 22]])).logits
+
+
+def test_the_digest_of_weights_sees_every_bit(words_model: str) -> None:
+    weight = torch.randn(2, 3)
+    before = digest({"w": weight})
+    assert digest({"w": weight.clone()}) == before
+    nudged = weight.clone()
+    nudged[1, 2] = torch.nextafter(nudged[1, 2], torch.tensor(torch.inf))
+    others = [{"v": weight}, {"w": nudged}, {"w": weight.reshape(3, 2)}, {"w": weight.view(torch.int32)}]
+    scalars = [{"w": torch.tensor(x)} for x in (0.0, -0.0)]
+    found = {before, *map(digest, others + scalars), digest({"w": torch.zeros(0)})}
+    assert len(found) == 8
+    one, two = (dict(load_model(words_model).named_parameters()) for _ in range(2))
+    assert digest(one) == digest(two)
 
 
 @pytest.mark.parametrize("full", [False, True])

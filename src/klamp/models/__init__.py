@@ -8,7 +8,6 @@ Weights are safetensors, never pickle; a model's own Python runs only when ``tru
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -157,15 +156,6 @@ def prompts(name: str) -> list[str]:
 def heldout(name: str) -> list[str]:
     """English that the model was not trained on: tiny's own held-out part, for any other the Python manual."""
     return _lines(ASSETS / "tiny" / "heldout.txt") if name == "tiny" else _manual()
-
-
-def fingerprint(model: torch.nn.Module) -> str:
-    """SHA-256 over the parameters' names, dtypes, shapes and bytes: equal only where the weights are, to the bit."""
-    digest = hashlib.sha256()
-    for name, value in sorted(model.named_parameters(), key=lambda pair: pair[0]):
-        digest.update(json.dumps([name, str(value.dtype), list(value.shape)]).encode())
-        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _device(device: str | torch.device) -> torch.device:
