@@ -15,7 +15,7 @@ import klamp
 
 ROOT = Path(klamp.__file__).parent
 LAYERS = [
-    {"errors", "masked", "jsonl", "plain"},
+    {"errors", "masked", "jsonl", "plain", "functions"},
     {"estimators", "controllers", "placements", "clamp", "objectives", "kernels"},
     {"compat", "audit", "monitor", "models", "references"},
     {"train"},
@@ -27,6 +27,7 @@ BESIDE = {
     ("masked", "errors"),
     ("jsonl", "errors"),
     ("plain", "errors"),
+    ("functions", "errors"),
     ("placements", "estimators"),
     ("kernels", "estimators"),  # the specification of a kernel's KL terms is the estimator itself
     ("references", "models"),

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -13,6 +10,7 @@ from torch import Tensor
 from klamp.audit.core import DRIFTS, Batch, Finding, examine
 from klamp.audit.matrix import ROWS
 from klamp.errors import ConfigError
+from klamp.functions import imported
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -57,25 +55,8 @@ def load_function(path: str) -> Loss:
     module_name, _, function_name = path.partition(":")
     if not module_name or not function_name:
         raise ConfigError(f"function {path!r} must be written module:function, as in my_losses:kl_term.")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"function {path!r}: no module {error.name!r} here or installed. Run klamp in the folder that holds it."
-        ) from None
-    except Exception as error:  # whatever a stranger's module may raise when it is imported
-        first = (str(error).splitlines() or [""])[0]
-        raise ConfigError(
-            f"function {path!r}: importing {module_name} raised {type(error).__name__}: {first}. Make it import first."
-        ) from error
-    found = getattr(module, function_name, None)
-    if not callable(found):
-        known = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
-        raise ConfigError(f"function {path!r}: {module_name} has no function {function_name!r}. It has: {known}.")
-    return found  # type: ignore[no-any-return]
+    found: Loss = imported("function", path)
+    return found
 
 
 def render(findings: Iterable[Finding], title: str | None = None) -> Table:

@@ -7,16 +7,13 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import math
 import re
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +21,7 @@ from torch import Tensor
 
 from klamp import models
 from klamp.errors import ConfigError, KlampError, require_number, shown, unknown
+from klamp.functions import imported
 from klamp.train.config import RewardConfig
 
 RewardFunction = Callable[..., Sequence[float]]
@@ -108,25 +106,8 @@ def resolve(name: str) -> RewardFunction:
         raise unknown(
             "reward", name, ("vader", "length:N", "regex:PATTERN", "match:COLUMN", "model:NAME", "module:function")
         )
-    return _import(name, kind, value)
-
-
-def _import(name: str, module_name: str, function_name: str) -> RewardFunction:
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        found = getattr(importlib.import_module(module_name), function_name, None)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"reward {name!r}: no module {error.name!r} here or installed.") from None
-    except Exception as error:  # whatever a stranger's module may raise when it is imported
-        first = (str(error).splitlines() or [""])[0]
-        raise ConfigError(
-            f"reward {name!r}: importing {module_name} raised {type(error).__name__}: {first}."
-        ) from error
-    if not callable(found):
-        raise ConfigError(f"reward {name!r}: {module_name} has no function {function_name!r}.")
-    return found  # type: ignore[no-any-return]
+    found: RewardFunction = imported("reward", name)
+    return found
 
 
 class Scorer:
