@@ -56,7 +56,8 @@ class Policy(nn.Module):
         self.find_layers()
         self.value: nn.Linear | None = None
         if value_head:
-            hidden = int(_text_config(model).hidden_size)
+            config: Any = model.config
+            hidden = int(config.get_text_config().hidden_size)
             self.value = nn.Linear(hidden, 1, device=next(model.parameters()).device, dtype=torch.float32)
             nn.init.zeros_(self.value.weight)
             nn.init.zeros_(self.value.bias)
@@ -186,8 +187,3 @@ def add_lora(model: nn.Module, config: TrainConfig) -> nn.Module:
         return get_peft_model(model, settings, adapter_name=ADAPTER)
     except ValueError as error:
         raise ConfigError(f"lora.targets {config.lora.targets!r} does not fit this model: {error}") from None
-
-
-def _text_config(model: nn.Module) -> Any:
-    config: Any = model.config
-    return config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -99,8 +99,7 @@ def end_ids(tokenizer: Any, model: Any) -> tuple[int, ...]:
 
 def context_of(model: Any) -> int | None:
     """The longest sequence the model was made for, where it says so."""
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    length = getattr(config, "max_position_embeddings", None)
+    length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return int(length) if length else None
 
 
