@@ -59,8 +59,8 @@ OUTLIER = 3.5  # standard deviations; one wild reading moves the filter no furth
 RUN_RATE, RUN_BOOST = 0.1, 0.3  # surprises of one sign, ten in a row, mean that beta* has jumped: follow faster
 RUN_PRICE, RUN_CHANCE = 0.8, 0.1  # or that it keeps rising: charge 0.8 of their mean more, less what chance brings
 RUN_PACE = 6.0, 13.0, 16.0, 24.0  # in full on a plant that answers in 13 to 16 steps. With one that takes 6 the filter
-# keeps up; on one that takes 24, a climb that bends upwards is no rise of beta*, and x has to be
-RUN_NEAR = 0.95, 1.05  # near 1
+# keeps up. One that takes 24 is pushed by its x, and a climb of it that bends upwards is no rise of beta*: there it is
+RUN_NEAR, RUN_HALF = (0.95, 1.05), 0.5  # half of that, from x = 1.05 on
 
 # What is done.
 PACE = 8.0  # steps to the target on a slow plant: more than its delays, or the push oscillates
@@ -325,7 +325,7 @@ def _behind(state: HoldState) -> float:
     """
     steps = math.exp(-state.rate)
     low, from_, to, high = RUN_PACE
-    near = (state.x - RUN_NEAR[0]) / (RUN_NEAR[1] - RUN_NEAR[0])
+    near = RUN_HALF * clip((state.x - RUN_NEAR[0]) / (RUN_NEAR[1] - RUN_NEAR[0]), 0.0, 1.0)
     share = clip(min((steps - low) / (from_ - low), max((high - steps) / (high - to), near)), 0.0, 1.0)
     return RUN_PRICE * share * max(state.run - RUN_CHANCE, 0.0)
 
