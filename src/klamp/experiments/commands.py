@@ -9,33 +9,11 @@ from typing import Annotated, Literal
 import tyro
 
 from klamp.errors import ConfigError
-from klamp.experiments.arms import ARMS
-from klamp.masked import Unit
+from klamp.experiments.plan import CompareConfig
 
 
 def compare(
-    *,
-    arms: tuple[str, ...] = ARMS,
-    seeds: int = 3,
-    target: float | None = None,
-    per: Unit | None = None,
-    model: str = "tiny",
-    prompts: str | None = None,
-    reward: tuple[str, ...] = ("vader",),
-    steps: int = 60,
-    algorithm: Literal["grpo", "ppo"] = "grpo",
-    static_beta: float = 0.04,
-    oracle: bool = False,
-    heldout: str | None = None,
-    lr: float | None = None,
-    prompts_per_step: int = 4,
-    group_size: int = 8,
-    max_tokens: int = 24,
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
-    device: str = "auto",
-    trust_remote_code: bool = False,
-    out: str = "runs/compare",
-    jobs: int = 0,
+    config: Annotated[CompareConfig, tyro.conf.arg(name="")], *, out: str = "runs/compare", jobs: int = 0
 ) -> None:
     """Train the same model on the same prompts under several ways of steering beta, and say what came of it.
 
@@ -43,25 +21,7 @@ def compare(
     sentence, and report.html, figure.png and figure.pdf in --out.
 
     Args:
-        arms: Which arms: static, ziegler, exponential, hold-price (no clamp), hold, or a constant beta=NUMBER.
-        seeds: Seeds of every arm.
-        target: KL to hold, in nats per --per; 0.05 per token if not given.
-        per: Unit of the target: token, sequence or sequence_mean. Needed with --target.
-        model: A built-in name (tiny, smollm2), a folder or a Hub id.
-        prompts: JSONL or text file of prompts; the built-in models bring their own.
-        reward: vader, length:N, regex:PATTERN, model:NAME or your own module:function; several are added up.
-        steps: Steps of every run.
-        algorithm: grpo or ppo.
-        static_beta: Price of the static arm.
-        oracle: Add the best constant beta in hindsight, of seven coarse and seven fine ones.
-        heldout: Text file for held-out perplexity, one passage a line.
-        lr: Learning rate; 1.5e-3 for tiny, 5e-4 for others if not given.
-        prompts_per_step: Prompts a step.
-        group_size: Completions a prompt.
-        max_tokens: Longest completion.
-        dtype: bfloat16 on a GPU and float32 on a CPU if auto.
-        device: cpu, cuda, or auto.
-        trust_remote_code: Let a model repository run its own code.
+        config: What is compared.
         out: Folder of the comparison.
         jobs: Runs at a time; 0 for one a core.
     """
@@ -69,27 +29,6 @@ def compare(
     from klamp.experiments import tables, verdict
     from klamp.report import write_comparison
 
-    config = comparing.CompareConfig(
-        arms=arms,
-        seeds=seeds,
-        target=target,
-        per=per,
-        model=model,
-        prompts=prompts,
-        reward=reward,
-        steps=steps,
-        algorithm=algorithm,
-        static_beta=static_beta,
-        oracle=oracle,
-        heldout=heldout,
-        lr=lr,
-        prompts_per_step=prompts_per_step,
-        group_size=group_size,
-        max_tokens=max_tokens,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-    )
     _need_report()
     found = comparing.run(config, out, at_once=jobs)
     said = verdict.judge(found)

@@ -9,96 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from klamp import models
-from klamp.errors import ConfigError, require_number
 from klamp.experiments import arms as arm_set
 from klamp.experiments import jobs, pool, records
 from klamp.experiments.arms import Arm
 from klamp.experiments.figures import Figures, figures
 from klamp.experiments.folder import Folder
 from klamp.experiments.jobs import Job
+from klamp.experiments.plan import CompareConfig as CompareConfig
 from klamp.experiments.progress import Progress
-from klamp.masked import Unit, check_unit
-from klamp.train import data, rewards
-from klamp.train.config import (
-    AlgorithmConfig,
-    KLConfig,
-    OptimConfig,
-    RewardConfig,
-    RolloutConfig,
-    TrainConfig,
-)
 
 MAY_GROW = ("arms", "seeds", "oracle")
-RATES = {"tiny": 1.5e-3}
-"""Learning rates that enter the default band within a dozen steps or so; other models take ``RATE``."""
-RATE = 5e-4
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompareConfig:
-    """A comparison. Everything but ``arms``, ``seeds`` and ``oracle`` is the same for every run."""
-
-    arms: tuple[str, ...] = arm_set.ARMS
-    seeds: int = 3
-    target: float | None = None
-    per: Unit | None = None
-    model: str = "tiny"
-    prompts: str | None = None
-    reward: tuple[str, ...] = ("vader",)
-    steps: int = 60
-    algorithm: Literal["grpo", "ppo"] = "grpo"
-    static_beta: float = 0.04
-    oracle: bool = False
-    heldout: str | None = None
-    lr: float | None = None
-    prompts_per_step: int = 4
-    group_size: int = 8
-    max_tokens: int = 24
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    device: str = "auto"
-    trust_remote_code: bool = False
-
-    def __post_init__(self) -> None:
-        require_number("--seeds", self.seeds, at_least=1, way_out="3 is usual; one gives no interval.")
-        arm_set.parse(self.arms, self.static_beta)
-        if self.target is None and self.per not in (None, "token"):
-            raise ConfigError(f"--per {self.per} needs a --target in nats per {self.per}.")
-        if self.target is not None:
-            check_unit("--per", self.per)
-            require_number("--target", self.target, above=0, way_out="It is a KL in nats; 0.05 per token is usual.")
-        models.resolve(self.model) if self.model != "smollm2" else None
-        data.load(self.prompts, self.model)
-        for name in self.reward:
-            if not name.startswith("model:"):
-                rewards.resolve(name)
-        if self.heldout is not None and not Path(self.heldout).is_file():
-            raise ConfigError(f"--heldout {self.heldout!r} is not a file. Give a text file, one passage a line.")
-
-    def train_config(self, arm: Arm, seed: int, run: Path) -> TrainConfig:
-        """The run of one arm and seed."""
-        kl: dict[str, Any] = {"target": self.target or 0.05, "per": self.per or "token", **arm.kl}
-        return TrainConfig(
-            model=self.model,
-            prompts=self.prompts,
-            run=str(run),
-            steps=self.steps,
-            seed=seed,
-            dtype=self.dtype,
-            device=self.device,
-            trust_remote_code=self.trust_remote_code,
-            keep=1,
-            sample_every=max(1, self.steps),
-            kl=KLConfig(**kl),
-            rollout=RolloutConfig(
-                prompts=self.prompts_per_step, group_size=self.group_size, max_tokens=self.max_tokens
-            ),
-            reward=RewardConfig(functions=self.reward),
-            algorithm=AlgorithmConfig(name=self.algorithm),
-            optim=OptimConfig(lr=self.lr or RATES.get(self.model, RATE)),
-        )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,109 @@
+"""What a comparison is made of: the flags of ``klamp compare`` and what each arm trains with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from klamp import models
+from klamp.errors import ConfigError, require_number
+from klamp.experiments import arms as arm_set
+from klamp.experiments.arms import Arm
+from klamp.masked import Unit, check_unit
+from klamp.train import data, rewards
+from klamp.train.config import (
+    AlgorithmConfig,
+    KLConfig,
+    OptimConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+
+RATES = {"tiny": 1.5e-3}
+"""Learning rates that enter the default band within a dozen steps or so; other models take ``RATE``."""
+RATE = 5e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig:
+    """A comparison. Everything but ``arms``, ``seeds`` and ``oracle`` is the same for every run."""
+
+    arms: tuple[str, ...] = arm_set.ARMS
+    """Which arms: static, ziegler, exponential, hold-price (no clamp), hold, or a constant beta=NUMBER."""
+    seeds: int = 3
+    """Seeds of every arm."""
+    target: float | None = None
+    """KL to hold, in nats per --per; 0.05 per token if not given."""
+    per: Unit | None = None
+    """Unit of the target: token, sequence or sequence_mean. Needed with --target."""
+    model: str = "tiny"
+    """A built-in name (tiny, smollm2), a folder or a Hub id."""
+    prompts: str | None = None
+    """JSONL or text file of prompts; the built-in models bring their own."""
+    reward: tuple[str, ...] = ("vader",)
+    """vader, length:N, regex:PATTERN, model:NAME or your own module:function; several are added up."""
+    steps: int = 60
+    """Steps of every run."""
+    algorithm: Literal["grpo", "ppo"] = "grpo"
+    """grpo or ppo."""
+    static_beta: float = 0.04
+    """Price of the static arm."""
+    oracle: bool = False
+    """Add the best constant beta in hindsight, of seven coarse and seven fine ones."""
+    heldout: str | None = None
+    """Text file for held-out perplexity, one passage a line."""
+    lr: float | None = None
+    """Learning rate; 1.5e-3 for tiny, 5e-4 for others if not given."""
+    prompts_per_step: int = 4
+    """Prompts a step."""
+    group_size: int = 8
+    """Completions a prompt."""
+    max_tokens: int = 24
+    """Longest completion."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """bfloat16 on a GPU and float32 on a CPU if auto."""
+    device: str = "auto"
+    """cpu, cuda, or auto."""
+    trust_remote_code: bool = False
+    """Let a model repository run its own code."""
+
+    def __post_init__(self) -> None:
+        require_number("--seeds", self.seeds, at_least=1, way_out="3 is usual; one gives no interval.")
+        arm_set.parse(self.arms, self.static_beta)
+        if self.target is None and self.per not in (None, "token"):
+            raise ConfigError(f"--per {self.per} needs a --target in nats per {self.per}.")
+        if self.target is not None:
+            check_unit("--per", self.per)
+            require_number("--target", self.target, above=0, way_out="It is a KL in nats; 0.05 per token is usual.")
+        models.resolve(self.model) if self.model != "smollm2" else None
+        data.load(self.prompts, self.model)
+        for name in self.reward:
+            if not name.startswith("model:"):
+                rewards.resolve(name)
+        if self.heldout is not None and not Path(self.heldout).is_file():
+            raise ConfigError(f"--heldout {self.heldout!r} is not a file. Give a text file, one passage a line.")
+
+    def train_config(self, arm: Arm, seed: int, run: Path) -> TrainConfig:
+        """The run of one arm and seed."""
+        kl: dict[str, Any] = {"target": self.target or 0.05, "per": self.per or "token", **arm.kl}
+        return TrainConfig(
+            model=self.model,
+            prompts=self.prompts,
+            run=str(run),
+            steps=self.steps,
+            seed=seed,
+            dtype=self.dtype,
+            device=self.device,
+            trust_remote_code=self.trust_remote_code,
+            keep=1,
+            sample_every=max(1, self.steps),
+            kl=KLConfig(**kl),
+            rollout=RolloutConfig(
+                prompts=self.prompts_per_step, group_size=self.group_size, max_tokens=self.max_tokens
+            ),
+            reward=RewardConfig(functions=self.reward),
+            algorithm=AlgorithmConfig(name=self.algorithm),
+            optim=OptimConfig(lr=self.lr or RATES.get(self.model, RATE)),
+        )
