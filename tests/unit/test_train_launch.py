@@ -27,6 +27,15 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return make
 
 
+@pytest.mark.parametrize(("device", "way_out"), [("cuda", "sees no GPU"), ("gpu", "auto, cpu"), ("cuda:3", "VISIBLE")])
+def test_a_device_that_is_not_there_is_refused_not_replaced(
+    config: Any, monkeypatch: pytest.MonkeyPatch, device: str, way_out: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=f"device '{device}' .*{way_out}"):
+        launch.make_accelerator(config(device=device))
+
+
 def test_deepspeed_that_is_not_installed_is_named(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accelerate.utils.imports.is_deepspeed_available", lambda: False)
     with pytest.raises(ConfigError, match="not installed"):

@@ -57,7 +57,8 @@ FIRST_NOISE = 0.005  # 7 % of x, 14 % of KL: a batch of a hundred sequences
 SMALL_KL = 0.09  # below this x the noise of KL no longer shrinks with KL, so the log of it grows
 OUTLIER = 3.5  # standard deviations; one wild reading moves the filter no further
 RUN_RATE, RUN_BOOST = 0.1, 0.3  # surprises of one sign, ten in a row, mean that beta* has jumped: follow faster
-RUN_PRICE, RUN_CHANCE = 0.8, 0.1  # or that it keeps rising: charge 0.8 of their mean more, less what chance brings
+RUN_PRICE, RUN_CHANCE = 0.8, 0.1  # or that it keeps rising: charge 0.8 of their mean more, less what chance brings, and
+RUN_MOST = 0.2  # no more than a fifth: with a delay of seven steps surprises have one sign for other reasons
 RUN_PACE = 6.0, 13.0, 16.0, 24.0  # in full on a plant that answers in 13 to 16 steps. With one that takes 6 the filter
 # keeps up. One that takes 24 is pushed by its x, and a climb of it that bends upwards is no rise of beta*: there it is
 RUN_NEAR, RUN_HALF = (0.95, 1.05), 0.5  # half of that, from x = 1.05 on
@@ -327,7 +328,7 @@ def _behind(state: HoldState) -> float:
     low, from_, to, high = RUN_PACE
     near = RUN_HALF * clip((state.x - RUN_NEAR[0]) / (RUN_NEAR[1] - RUN_NEAR[0]), 0.0, 1.0)
     share = clip(min((steps - low) / (from_ - low), max((high - steps) / (high - to), near)), 0.0, 1.0)
-    return RUN_PRICE * share * max(state.run - RUN_CHANCE, 0.0)
+    return share * clip(RUN_PRICE * (state.run - RUN_CHANCE), 0.0, RUN_MOST)
 
 
 def _pace(before: HoldState, state: HoldState) -> HoldState:

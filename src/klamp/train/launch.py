@@ -23,7 +23,7 @@ def make_accelerator(config: TrainConfig) -> Any:
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
-    cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
+    cpu = _on_cpu(config.device)
     check_launch(os.environ, config, cpu=cpu)
     accelerator = Accelerator(
         cpu=cpu,
@@ -42,6 +42,17 @@ def make_accelerator(config: TrainConfig) -> Any:
     if accelerator.distributed_type == "DEEPSPEED":
         _settle_deepspeed(accelerator.deepspeed_plugin.deepspeed_config, config, accelerator.num_processes)
     return accelerator
+
+
+def _on_cpu(device: str) -> bool:
+    """Whether the run stays on the CPU; a device that is not there is refused, not replaced."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(
+            f"device {device!r} is none of auto, cpu and cuda. Which GPU it is, CUDA_VISIBLE_DEVICES says."
+        )
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device 'cuda' was asked for, and torch sees no GPU. Use device 'cpu' or 'auto'.")
+    return device == "cpu" or not torch.cuda.is_available()
 
 
 def _rendezvous(asked: Mapping[str, str]) -> str | None:
