@@ -74,6 +74,15 @@ def test_unknown_names_are_refused_with_a_way_out(name: str, says: str) -> None:
         models.resolve(name)
 
 
+def test_the_folder_of_a_run_is_answered_with_its_newest_checkpoint(tmp_path: Path) -> None:
+    for step in (5, 20):
+        (tmp_path / "run" / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"folder of a run.*step-000020"):
+        models.resolve(tmp_path / "run")
+    (tmp_path / "run" / "config.json").write_text("{}")
+    assert models.resolve(tmp_path / "run") == str(tmp_path / "run")
+
+
 def test_a_file_is_not_a_model(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ConfigError, match="is a file"):

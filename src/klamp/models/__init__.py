@@ -40,6 +40,7 @@ def resolve(name: str | os.PathLike[str]) -> str:
         return str(smollm2())
     folder, there = _looked_up(name)
     if there == "folder":
+        _refuse_run(folder)
         return str(folder)
     if HUB_PATTERN.fullmatch(name) and ".." not in name:
         return name
@@ -49,6 +50,16 @@ def resolve(name: str | os.PathLike[str]) -> str:
         raise ConfigError(f"model {shown(name)}: there is no such folder, and a Hub id looks like 'owner/name'.")
     error = unknown("model", name, BUILTIN)
     raise ConfigError(f"{error} A folder that exists or a Hub id such as {HUB_ID!r} is accepted too.")
+
+
+def _refuse_run(folder: Path) -> None:
+    """The folder of a training run holds its models one level down."""
+    if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        return
+    saved = sorted(path.name for path in (folder / "checkpoints").glob("step-*") if path.is_dir())
+    if saved:
+        where = folder / "checkpoints" / saved[-1]
+        raise ConfigError(f"model {str(folder)!r} is the folder of a run. Its newest checkpoint is {str(where)!r}.")
 
 
 def _looked_up(name: str) -> tuple[Path, str]:
