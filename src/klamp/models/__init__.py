@@ -79,7 +79,7 @@ def load_model(
     trust_remote_code: bool = False,
 ) -> Any:
     """A causal LM in eval mode with every dropout at 0: float32 on a CPU, bf16 on a GPU unless ``dtype`` says else."""
-    place = _device(device)
+    place = known_device(device)
     number = _dtype(dtype, place)
     source = resolve(name)
     _refuse_pickle(source)
@@ -169,7 +169,8 @@ def heldout(name: str) -> list[str]:
     return _lines(ASSETS / "tiny" / "heldout.txt") if name == "tiny" else _manual()
 
 
-def _device(device: str | torch.device) -> torch.device:
+def known_device(device: str | torch.device) -> torch.device:
+    """The device of that name; one that is not there is refused."""
     try:
         place = torch.device(device)
     except RuntimeError as error:

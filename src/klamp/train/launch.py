@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from klamp.errors import ConfigError
+from klamp.models import known_device
 from klamp.train.config import TrainConfig
 
 
@@ -50,9 +51,9 @@ def _on_cpu(device: str) -> bool:
         raise ConfigError(
             f"device {device!r} is none of auto, cpu and cuda. Which GPU it is, CUDA_VISIBLE_DEVICES says."
         )
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device 'cuda' was asked for, and torch sees no GPU. Use device 'cpu' or 'auto'.")
-    return device == "cpu" or not torch.cuda.is_available()
+    if device == "auto":
+        return not torch.cuda.is_available()
+    return known_device(device).type == "cpu"
 
 
 def _rendezvous(asked: Mapping[str, str]) -> str | None:
