@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any, TypeVar
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar, get_type_hints
 
 from klamp.errors import ConfigError, shown
 
@@ -13,13 +13,18 @@ T = TypeVar("T")
 
 
 def from_plain(kind: type[T], saved: object, *, finite: bool = True) -> T:
-    """``kind(**saved)`` where every field is there and is the number, flag or tuple of numbers that its type says."""
+    """``kind(**saved)`` where every field is there and is the number, flag, tuple of numbers or
+    dataclass of these that its type says."""
     known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
     if not isinstance(saved, Mapping) or set(saved) != known.keys():
         raise ConfigError(f"a saved {kind.__name__} must have the fields {', '.join(known)}, got {shown(saved)}.")
     values: dict[str, Any] = {}
+    kinds = get_type_hints(kind)
     for name, field in known.items():
         value = saved[name]
+        if is_dataclass(kinds[name]):
+            values[name] = from_plain(kinds[name], value, finite=finite)
+            continue
         if not _fits(value, str(field.type), finite):
             raise ConfigError(
                 f"a saved {kind.__name__}.{name} must be {field.type}, got {shown(value)}: it is damaged. "

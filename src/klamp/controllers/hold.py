@@ -1,20 +1,18 @@
 """``Hold``: find the price that keeps KL at its target, then be quiet.
 
-The plant, in ``x = sqrt(KL / target)`` and the drive ``d = beta* / beta``, where ``beta*`` holds the target:
-
-    x' = rate (1 - x / d)
-
-KL climbs at a rate that the optimiser sets, whatever the price, and settles at ``x = d``, which is
-``KL = target (beta* / beta)^2``. An extended Kalman filter follows three numbers, ``log x``, ``log beta*`` and
-``log rate``, from the measured KL and the prices charged. The next price is the one under which this model carries x
-to 1 in about eight steps, or at its own pace where that is faster. On a fast plant that is ``beta*`` and nothing else:
-quiet. A slow one is pushed, and let go in time. All is relative to the target, so the unit of KL does not matter.
+Two Kalman filters follow ``x = sqrt(KL / target)``, the price ``beta*`` that holds the target, and the pace of the
+plant, from the measured KL and the prices charged. One believes that KL answers a price directly, the other that it
+carries on (:mod:`klamp.controllers.belief`); each counts by how well it foresaw the readings. The next price is the one
+that carries x to 1 in about eight steps, or at the plant's own pace where that is faster. On a fast plant that is
+``beta*`` and nothing else: quiet. A slow one is pushed, and let go in time. All is relative to the target, so the unit
+of KL does not matter.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 from klamp.controllers.base import (
     LARGEST,
@@ -27,6 +25,7 @@ from klamp.controllers.base import (
     observed,
     skip,
 )
+from klamp.controllers.belief import DIRECT, FIRST_RATE, INERT, NOISE, UNKNOWN_PRICE, Belief, noise_of
 from klamp.errors import ConfigError, require_number, unknown
 from klamp.masked import Unit
 
@@ -34,30 +33,19 @@ PRESETS = {"conservative": 0.02, "moderate": 0.08, "aggressive": 0.15}
 """Targets in nats per token, inside the usual bands 0.01-0.03, 0.05-0.10 and 0.10-0.20."""
 
 # The start. Variances are of natural logarithms.
-UNKNOWN_PRICE = 1.7  # sd 1.3: a price from nowhere is wrong by up to ten times either way
 TOLD_PRICE = 0.08  # sd 0.28: the feed-forward was within 0.4 to 1.2 of the best constant
-FIRST_RATE, RATE_DOUBT = 0.05, 1.5  # a climb of 20 steps, give or take 3.4 times: those of real runs took 3 to 80
 LEAST = 1e-4  # KL / target below which a reading says nothing (x = 0.01), and before which nothing has begun
 HUGE = 1e4  # KL / target above which it is simply far too high
 WAIT = 5  # but after that many readings it has: the price is so high that KL cannot rise
 
-# The plant is not exactly the model. Variances a step.
-X_WANDER = 4e-4  # log x moves by 2 % a step on its own: batches differ
-BEST_WANDER = 9e-4  # log beta* by 3 %: the reward left to win changes as it is won
-RATE_WANDER = 4e-4  # log rate by 2 %
-EARLY_RATE = 0.07  # and by 0.07 / n more at step n: Adam's first steps are all sign, then the climb slows down. Without
-# it that slowing reads as "KL is settling far below the target", and the price falls 5 times too low on the way up
-STEP_ERROR = 0.1  # (0.3 of the predicted change of log x)^2: a prediction of doubling is worth less than one of staying
-
 # What is measured.
 FELT = 1 / 3.5  # share of a new price in what the policy feels: delay and momentum are 3 to 5 steps
-NOISE_RATE = 0.03  # the noise is an average over some 30 readings
-NOISE = (4e-4, 0.09)  # its bounds: 2 % of x is better than any batch, 30 % is as bad as counts for anything
 FIRST_NOISE = 0.005  # 7 % of x, 14 % of KL: a batch of a hundred sequences
-SMALL_KL = 0.09  # below this x the noise of KL no longer shrinks with KL, so the log of it grows
-OUTLIER = 3.5  # standard deviations; one wild reading moves the filter no further
-RUN_RATE, RUN_BOOST = 0.1, 0.3  # surprises of one sign, ten in a row, mean that beta* has jumped: follow faster
-RUN_PRICE, RUN_CHANCE = 0.8, 0.1  # or that it keeps rising: charge 0.8 of their mean more, less what chance brings, and
+FIRST_ODDS = -2.0  # one in eight that KL carries on. Where it does, 30 readings say so by 5; where not, 60 by -2
+ODDS, MOST_ODDS = 2.0, 5.0  # the most that a reading says, and that all of them do: a plant may change
+
+# What a price trails: surprises of one sign, step after step.
+RUN_PRICE, RUN_CHANCE = 0.8, 0.1  # beta* keeps rising: charge 0.8 of their mean more, less what chance brings, and
 RUN_MOST = 0.2  # no more than a fifth: with a delay of seven steps surprises have one sign for other reasons
 RUN_PACE = 6.0, 13.0, 16.0, 24.0  # in full on a plant that answers in 13 to 16 steps. With one that takes 6 the filter
 # keeps up. One that takes 24 is pushed by its x, and a climb of it that bends upwards is no rise of beta*: there it is
@@ -66,16 +54,17 @@ RUN_NEAR, RUN_HALF = (0.95, 1.05), 0.5  # half of that, from x = 1.05 on
 # What is done.
 PACE = 8.0  # steps to the target on a slow plant: more than its delays, or the push oscillates
 MOST = 8.0  # how much faster than by itself a slow plant is driven
-LEAD = 2.6  # steps ahead at which x is judged: what is decided now is felt then
+LEAD, INERT_LEAD = 2.6, 3.3  # steps ahead at which x is judged: what is decided now is felt then
+INERT_PUSH = 1.6  # known to carry on, a fast plant's wander can be damped; beyond 2 a delay of five steps oscillates
 HARDEST = 0.085  # least drive asked for, when KL is far above the target
 BOLDNESS, BOLDER = 6.0, 3.0  # highest drive asked for while KL is low; exp(3 sd) higher while beta* is not known
 RISE, FALL = 1.4, 0.13  # largest change of log beta a step: up at once, for KL is running away; down with care
 CLIMB, CLIMB_FALL = 40.0, 0.01  # on a climb that arrives within 40 steps by itself, beta falls by 1 % a step at most
-SPEED_RATE = 0.25  # the climb is averaged over about four steps
 
 # With a clamp beside it. Strain is the clamp's effort over the free pace of x: the share of a step that it undoes.
 LEAN = 0.25  # before the clamp first acts, a price 25 % under beta* brings KL to it: there is no hurry up
-LEAN_CLIMB, LEAN_FALL = 15.0, 0.04  # and on one that takes more than 15 steps it falls without restraint, else by 4 %
+LEAN_CLIMB, LEAN_FALL = 15.0, 0.04  # and on one that takes more than 15 steps it falls without restraint, else by 4 %,
+LEAN_FAST = 0.5  # or by half the free pace: what a step moves far turns round within a few
 LEAN_FREE = 2.5  # a climb that arrives within 2.5 times its free time by itself is not pushed: what is learned
 # under a price far too low is worth less, and has to be unlearned
 STRAIN, STRAIN_FAST = 0.06, 1.3  # the strain to keep: 6 %, and 1.3 % more for each 1 % of x that a step may move, up to
@@ -110,22 +99,16 @@ class HoldState(State):
     """Readings since KL left zero."""
     felt: float = 0.0
     """Mean of ``1 / beta`` over the last few steps."""
-    x: float = 0.0
-    """``sqrt(KL / target)``, freed of noise."""
-    best: float = 0.0
-    """``log beta*``: the price that holds the target."""
-    rate: float = math.log(FIRST_RATE)
-    """Logarithm of the climb of x a step, without a price."""
-    doubt: tuple[float, ...] = (0.0, 0.0, 0.0, UNKNOWN_PRICE, 0.0, RATE_DOUBT)
-    """Covariance of (log x, best, rate): xx, xb, xr, bb, br, rr."""
+    direct: Belief = field(default_factory=lambda: Belief(DIRECT))
+    """What the readings say if KL answers a price directly."""
+    inert: Belief = field(default_factory=lambda: Belief(INERT))
+    """What they say if it carries on."""
+    odds: float = FIRST_ODDS
+    """Logarithm of the odds that it does."""
     noise: float = FIRST_NOISE
     """Variance of a reading of log x."""
     readings: tuple[float, ...] = ()
     """The last two readings of log x."""
-    run: float = 0.0
-    """Mean of recent surprises, in standard deviations: 0 when the model is right."""
-    speed: float = 0.0
-    """Mean of recent changes of x."""
     undone: float = 0.0
     """The clamp's effort after the last reading."""
     lean: float = 0.0
@@ -143,10 +126,30 @@ class HoldState(State):
     paid: float = 0.0
     """Mean of the recent log beta, since the clamp first acted."""
 
+    def mean(self, of: Callable[[Belief], float]) -> float:
+        """A figure of both beliefs, by their odds. Beside a clamp, which stops KL where it is, nothing carries on."""
+        inert = 0.0 if self.lean else 1 / (1 + math.exp(-self.odds))
+        return (1 - inert) * of(self.direct) + inert * of(self.inert)
+
+    @property
+    def x(self) -> float:
+        """``sqrt(KL / target)``, freed of noise."""
+        return self.mean(lambda belief: belief.x)
+
+    @property
+    def best(self) -> float:
+        """``log beta*``: the price that holds the target."""
+        return self.mean(lambda belief: belief.best)
+
+    def priced(self, best: Callable[[Belief], float]) -> HoldState:
+        """Both beliefs with another ``beta*``."""
+        direct, inert = (replace(belief, best=best(belief)) for belief in (self.direct, self.inert))
+        return replace(self, direct=direct, inert=inert)
+
 
 @dataclass(frozen=True)
 class Hold:
-    """``log beta = log beta* - log drive``, with ``beta*`` and the pace of the plant from a Kalman filter on KL."""
+    """``log beta = log beta* - log drive``, with ``beta*`` and the pace of the plant from Kalman filters on KL."""
 
     target: float
     per: Unit | None = None
@@ -182,14 +185,9 @@ class Hold:
 
     def _start(self, beta: float, doubt: float) -> HoldState:
         beta = clip(beta, *self.bounds)
-        xx, xb, xr, _, br, rr = HoldState.doubt
-        return HoldState(
-            beta=beta,
-            felt=1 / beta,
-            best=math.log(beta),
-            doubt=(xx, xb, xr, doubt, br, rr),
-            lean=float(self.clamped),
-        )
+        known = replace(Belief(DIRECT), best=math.log(beta), doubt=(*Belief.doubt[:7], doubt, *Belief.doubt[8:]))
+        inert = replace(known, answer=INERT)
+        return HoldState(beta=beta, felt=1 / beta, direct=known, inert=inert, odds=FIRST_ODDS, lean=float(self.clamped))
 
     def _tokens(self, length: float | None) -> float:
         if self.per == "sequence":
@@ -215,9 +213,9 @@ class Hold:
         ratio = observed(kl) / self.target
         if state.moved == 0 and ratio <= LEAST and state.updates < WAIT:
             return replace(state, updates=state.updates + 1)  # the policy is still the reference
-        after = _pace(state, _filter(state, 0.5 * math.log(clip(ratio, LEAST, HUGE))))
+        after = _pace(state, _learn(state, 0.5 * math.log(clip(ratio, LEAST, HUGE))))
         after = replace(after, lean=_lean(after, effort), undone=effort)
-        wanted = _price(state, after)
+        wanted = after.mean(lambda belief: _price(state, after, belief))
         if after.lean:
             wanted = min(wanted, math.log(state.beta))  # before the clamp acts, KL is not too high
             after = _strain(state, after)
@@ -225,110 +223,68 @@ class Hold:
             after = replace(after, touched=0)
         if after.touched:
             wanted = _against_clamp(state, after)
-            after = replace(after, best=after.paid - math.log(1 - _kept_strain(after)))
+            read_off = after.paid - math.log(1 - _kept_strain(after))
+            after = after.priced(lambda belief: read_off)
         low, high = max(self.bounds[0], SMALLEST), min(self.bounds[1], LARGEST)
-        return replace(
-            after,
-            beta=clip(math.exp(wanted), low, high),
-            best=clip(after.best, math.log(low), math.log(high)),  # no wind-up beyond a price that can be charged
-        )
+        # No wind-up of beta* beyond a price that can be charged.
+        after = after.priced(lambda belief: clip(belief.best, math.log(low), math.log(high)))
+        return replace(after, beta=clip(math.exp(wanted), low, high))
 
 
-def _filter(state: HoldState, reading: float) -> HoldState:
-    """The extended Kalman filter: predict by the model, correct by the reading of log x."""
+def _learn(state: HoldState, reading: float) -> HoldState:
+    """Both beliefs after a reading of log x, and the odds of the two by how well each foresaw it."""
     n = state.moved + 1
     felt = state.felt + FELT * (1 / state.beta - state.felt)
-    variance = _variance(state, reading)
+    variance = noise_of(state.readings, reading, state.noise, n)
     noise = clip(variance, *NOISE)
-    guess, (to_x, to_best, to_rate) = _predict(state, felt)
-    xx, xb, xr, bb, br, rr = state.doubt
-    xb, xr, xx_b, xx_r = to_x * xb + to_best * bb + to_rate * br, to_x * xr + to_best * br + to_rate * rr, xb, xr
-    change = min(math.log(guess / max(state.x, 0.01)), 1.0)
-    xx = to_x * (to_x * xx + to_best * xx_b + to_rate * xx_r) + to_best * xb + to_rate * xr
-    xx += X_WANDER + STEP_ERROR * change * change
-    bb += BEST_WANDER * (1 + RUN_BOOST * max(2 * state.run**2 / RUN_RATE - 1, 0.0))
-    rr += RATE_WANDER + EARLY_RATE / n
-    log_x = math.log(guess) - state.undone
-    spread = xx + noise * (1 + (SMALL_KL / max(math.exp(max(reading, log_x)), 1e-3)) ** 2)
-    sd = math.sqrt(spread)
-    # log of a mean-one lognormal reading of KL lies below the log of KL by half its variance: in log x by the noise
-    surprise = clip(reading + noise - log_x, -OUTLIER * sd, OUTLIER * sd)
-    x = math.exp(log_x + xx / spread * surprise)
+    direct, foreseen = state.direct.learn(reading, felt, noise, n, state.undone)
+    inert, other = state.inert.learn(reading, felt, noise, n, state.undone)
+    odds = state.odds
+    if n > 2 and state.undone == 0:  # the first two readings, and those under a clamp, say nothing of momentum
+        odds = clip(odds + clip(other - foreseen, -ODDS, ODDS), -MOST_ODDS, MOST_ODDS)
     return replace(
         state,
         updates=state.updates + 1,
         moved=n,
         felt=felt,
-        x=x,
-        best=state.best + xb / spread * surprise,
-        rate=clip(state.rate + xr / spread * surprise, math.log(1 / 600), math.log(1 / 2)),
-        doubt=(
-            xx - xx * xx / spread,
-            xb - xx * xb / spread,
-            xr - xx * xr / spread,
-            max(bb - xb * xb / spread, 1.4e-4),  # never surer of beta* than to 1 %
-            br - xb * xr / spread,
-            rr - xr * xr / spread,
-        ),
+        direct=direct,
+        inert=inert,
+        odds=odds,
         noise=variance,
         readings=(reading, *state.readings[:1]),
-        run=state.run + RUN_RATE * (surprise / sd - state.run),
-        speed=state.speed + SPEED_RATE * (x - state.x - state.speed),
     )
 
 
-def _predict(state: HoldState, felt: float, steps: float = 1.0) -> tuple[float, tuple[float, float, float]]:
-    """x after ``steps`` at this price, and the derivatives of its log by log x, best and rate.
-
-    ``x' = rate (1 - x/d)`` solved: ``x e^-q + d (1 - e^-q)`` with ``q = rate / d`` a step.
-    """
-    drive = clip(math.exp(state.best) * felt, 0.05, 20.0)  # beyond, real plants saturate and the model would leap
-    q = steps * min(math.exp(state.rate) / drive, 3.0)
-    kept = math.exp(-q)
-    x = max(state.x * kept + drive * (1 - kept), 1e-5)
-    by_rate = (drive - state.x) * kept * q
-    return x, (kept * state.x / x, (drive * (1 - kept) - by_rate) / x, by_rate / x)
-
-
-def _variance(state: HoldState, reading: float) -> float:
-    """Variance of a reading: second differences of log x are six times it, and hardly notice a trend."""
-    noise = state.noise
-    if state.moved >= 2:
-        one, two = state.readings
-        bend = min((reading - 2 * one + two) ** 2 / 6, 0.25)
-        noise += max(NOISE_RATE, 1 / (state.moved + 4)) * (bend - noise)
-    return noise
-
-
-def _price(before: HoldState, state: HoldState) -> float:
+def _price(before: HoldState, state: HoldState, belief: Belief) -> float:
     """``log beta* - log d`` for the drive d that carries x to 1 at the pace wanted, with the limits on boldness."""
-    x, _ = _predict(state, state.felt, LEAD)
-    push = clip(math.exp(-state.rate) / PACE, 1.0, MOST)  # 1: at its own pace, whatever x is
+    lead, least = (LEAD, 1.0) if belief.answer == DIRECT else (INERT_LEAD, INERT_PUSH)
+    x = belief.ahead(state.felt, state.moved + 1, lead)
+    push = clip(math.exp(-belief.rate) / PACE, least, MOST)  # 1: at its own pace, whatever x is
     # sqrt(d) (1 - x/d) = push (1 - x): halfway between plants whose climb ignores the price and those that lag it
     miss = (1 - x) * push
     drive = ((miss + math.sqrt(miss * miss + 4 * x)) / 2) ** 2
-    sd = math.sqrt(state.doubt[3])
-    boldest = 1 + (BOLDNESS - 1) * (push - 1) / (MOST - 1) * math.exp(BOLDER * sd)
-    wanted = state.best - math.log(clip(drive, HARDEST, boldest)) + (-LEAN if state.lean else _behind(state))
+    boldest = 1 + (BOLDNESS - 1) * (push - 1) / (MOST - 1) * math.exp(BOLDER * belief.price_doubt)
+    wanted = belief.best - math.log(clip(drive, HARDEST, boldest)) + (-LEAN if state.lean else _behind(belief))
     now = math.log(before.beta)
     fall = FALL
-    if x < 1 and state.speed * (LEAN_CLIMB if state.lean else CLIMB) > 1 - x:
-        fall = LEAN_FALL if state.lean else CLIMB_FALL
-    if state.lean and x < 1 and state.speed * LEAN_FREE > (1 - x) * state.free:
-        wanted, fall = max(wanted, min(state.best, now)), LEAN_FALL
+    gently = clip(LEAN_FAST * state.free, LEAN_FALL, FALL) if state.lean else CLIMB_FALL
+    if x < 1 and belief.speed * (LEAN_CLIMB if state.lean else CLIMB) > 1 - x:
+        fall = gently
+    if state.lean and x < 1 and belief.speed * LEAN_FREE > (1 - x) * state.free:
+        wanted, fall = max(wanted, min(belief.best, now)), gently
     return clip(wanted, now - fall, now + RISE)
 
 
-def _behind(state: HoldState) -> float:
+def _behind(belief: Belief) -> float:
     """How far the filter's ``beta*`` trails one that rises, as real ones do: KL above its forecast, step after step.
 
     Upwards only. A price too low is a KL that runs away; one too high costs a little reward, and the filter sees to it.
     """
-    steps = math.exp(-state.rate)
+    steps = math.exp(-belief.rate)
     low, from_, to, high = RUN_PACE
-    near = RUN_HALF * clip((state.x - RUN_NEAR[0]) / (RUN_NEAR[1] - RUN_NEAR[0]), 0.0, 1.0)
+    near = RUN_HALF * clip((belief.x - RUN_NEAR[0]) / (RUN_NEAR[1] - RUN_NEAR[0]), 0.0, 1.0)
     share = clip(min((steps - low) / (from_ - low), max((high - steps) / (high - to), near)), 0.0, 1.0)
-    return share * clip(RUN_PRICE * (state.run - RUN_CHANCE), 0.0, RUN_MOST)
+    return share * clip(RUN_PRICE * (belief.run - RUN_CHANCE), 0.0, RUN_MOST)
 
 
 def _pace(before: HoldState, state: HoldState) -> HoldState:
