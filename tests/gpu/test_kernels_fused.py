@@ -374,6 +374,30 @@ def test_steering_never_recompiles() -> None:
     assert compiled() == before
 
 
+@pytest.mark.parametrize("ops", ["policy", "statistics"])
+def test_a_direct_launch_gives_the_bits_of_an_ordinary_one(ops: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from klamp.kernels import fused, launch
+
+    starters = [launch._scale, launch._one_pass] if ops == "policy" else [launch._row_stats, launch._row_gradient]
+    for starter in starters:
+        monkeypatch.setattr(starter, "compiled", {})
+    x = dense(300, 64, 12289, torch.bfloat16)
+
+    def outcome() -> list[Tensor]:
+        values, grads = loss_of(x, ops)
+        return values + grads
+
+    results = [outcome() for _ in range(3)]  # the first ordinary, the others direct
+    if fused.DIRECT:
+        assert all(starter.compiled for starter in starters)
+    monkeypatch.setattr(fused, "DIRECT", ())
+    for starter in starters:
+        starter.compiled.clear()
+    results.append(outcome())
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
 def test_from_whole_logits() -> None:
     x = dense(50, 64, 12289, torch.float32)
     logits, ref = x.hidden @ x.head.T, x.ref_hidden @ x.ref_head.T
@@ -393,9 +417,12 @@ def test_from_whole_logits() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("size", [1, 4095, 4097, 3_000_001])
-def test_narrowing_in_place(size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("spare", [0, 2**29], ids=["in place", "beside it"])
+def test_narrowing(size: int, dtype: torch.dtype, spare: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from klamp.kernels import launch
 
+    monkeypatch.setattr(gradients, "SPARE", spare)
+    monkeypatch.setattr(gradients, "NEAR", 4096)
     total = torch.randn(size, device="cuda")
     factor = torch.tensor(0.3, device="cuda")
     expected = (total * factor).to(dtype)

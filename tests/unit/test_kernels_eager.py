@@ -363,7 +363,10 @@ def test_backward_twice_is_refused() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 64, 1001, 5000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_narrowing_in_place(size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("spare", [0, 2**29], ids=["in place", "beside it"])
+def test_narrowing(size: int, dtype: torch.dtype, spare: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "SPARE", spare)
+    monkeypatch.setattr(gradients, "NEAR", 64)
     x = torch.randn(size, 3)
     expected = (x * 0.5).to(dtype)
     assert torch.equal(gradients.narrow(eager, x.clone(), torch.tensor(0.5), dtype), expected)

@@ -29,6 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     "weighted k3 with a tail": {"v": 131, "form": "weighted_k3", "stale": True, "tail": 0.5},
     "no KL term, no reference": {"v": 131, "form": None, "reference": False},
     "masked rows": {"v": 131, "masked": True},
+    "tokens and advantages with gaps between them": {"v": 131, "gaps": True},
     "equal policies": {"v": 300, "equal": True},
     # A budget of a few rows, so that the first ones lie in the memory of the head's gradient: in float32 16 of them.
     "lead, rows behind it": {"v": 300, "n": 23, "room": 12800},
@@ -57,6 +58,8 @@ def outcome(dtype: torch.dtype, case: dict[str, Any]) -> list[Tensor]:
     n, h, v = case.get("n", 5), 16 if "room" in case else 6, case["v"]
     hidden, head, bias = draw(n, h).requires_grad_(), draw(v, h).requires_grad_(), draw(v).requires_grad_()
     tokens, advantages = torch.randint(v, (n,), generator=g), draw(n)
+    if case.get("gaps"):
+        tokens, advantages = (torch.stack([x, x.flip(0)], 1)[:, 0] for x in (tokens, advantages))
     options = dict(case.get("options", {}), bias=bias)
     if case.get("reference", True):
         options["ref_hidden"] = hidden.detach() if case.get("equal") else draw(n, h)

@@ -78,7 +78,7 @@ def token_stats(
         out = passes.Statistics.apply(work.policy.hidden, head, bias, work, ops)  # type: ignore[no-untyped-call]
     logp, kl, entropy, ref_rows = out
     if ref_hidden is None:
-        given = None if ref_logp is None else work.spread(_wide(work.compact(ref_logp)))
+        given = None if ref_logp is None else work.spread(_constant(work, ref_logp))
         return TokenStats(_spread(work, logp), given, None, _spread(work, entropy))
     return TokenStats(_spread(work, logp), _spread(work, ref_rows), _spread(work, kl), _spread(work, entropy))
 
@@ -220,11 +220,11 @@ def _priced(work: Work, asked: Asked, head: Tensor, bias: Tensor | None) -> tupl
         total, logp, ref_logp, kl, entropy = passes.Loss.apply(  # type: ignore[no-untyped-call]
             hidden, head, bias, work, asked, _ops(hidden), torch.is_grad_enabled()
         )
-    given = work.compact(asked.per_token.get("ref_logp"))
-    ref = ref_logp if work.reference is not None or given is None else _wide(given)
+    if work.reference is None and (given := asked.per_token.get("ref_logp")) is not None:
+        ref_logp = _constant(work, given)
     return total, TokenStats(
         work.spread(logp),
-        None if ref is None else work.spread(ref),
+        None if ref_logp is None else work.spread(ref_logp),
         None if work.reference is None else work.spread(kl),
         work.spread(entropy),
     )
@@ -244,9 +244,10 @@ def _no_autocast(hidden: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
 
-def _wide(x: Tensor | None) -> Tensor:
-    assert x is not None
-    return x if x.dtype == torch.float64 else x.float()
+def _constant(work: Work, x: Tensor) -> Tensor:
+    """A per-token tensor as counted rows in float32 or wider."""
+    rows = work.compact(x)
+    return rows if rows.dtype == torch.float64 else rows.float()
 
 
 def _spread(work: Work, rows: Tensor) -> Tensor:

@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 
 from klamp.kernels.tiles import Tiles
-from klamp.kernels.work import Lead, Ops, Side, Work
+from klamp.kernels.work import Lead, Ops, Side, Work, cut
+
+# A gradient of up to SPARE bytes is rounded into memory of its own: less than the logits took, which are gone by then.
+# A larger one is rounded where it is, its first NEAR values by way of a copy.
+SPARE, NEAR = 2**29, 2**20
 
 
 class Gradients:
@@ -38,7 +42,7 @@ class Gradients:
         """Take in the gradient ``g`` [rows, V] of counted rows ``start:stop``, whose hidden states are given."""
         if self.hidden is not None:
             if self.work.index is None:
-                torch.mm(g, self.side.head, out=self.hidden[start:stop])
+                torch.mm(g, self.side.head, out=cut(self.hidden, start, stop))
             else:
                 self._put(torch.mm(g, self.side.head), start, stop)
         if self.head is not None:
@@ -113,7 +117,7 @@ def hand_out(ops: Ops, g: Gradients, factor: Tensor, dtypes: tuple[torch.dtype, 
 
 
 def narrow(ops: Ops, total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``factor · total`` in ``dtype``, written over ``total``: a head's gradient is too large to hold twice.
+    """``factor · total`` in ``dtype``; a large one written over ``total``, for it is too large to hold twice.
 
     A narrow value's place lies before its wide one's, so after a first block with a copy of its own, blocks that double
     in length never write where they still have to read.
@@ -122,8 +126,12 @@ def narrow(ops: Ops, total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tenso
     if dtype.itemsize >= total.dtype.itemsize:
         ops.scale(wide, factor, wide)
         return total.to(dtype)
+    if wide.numel() * dtype.itemsize <= SPARE:
+        own = torch.empty_like(total, dtype=dtype)
+        ops.scale(wide, factor, own.view(-1))
+        return own
     narrow = wide.view(dtype)[: wide.numel()]
-    start = min(4096, wide.numel())
+    start = min(NEAR, wide.numel())
     narrow[:start] = wide[:start] * factor
     while start < wide.numel():
         stop = min(2 * start, wide.numel())

@@ -6,12 +6,16 @@ Imported at the first use of a GPU, for it brings in Triton. Shapes: [rows, V] l
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from klamp.errors import ConfigError
 from klamp.kernels import fused
 from klamp.kernels.layout import plan, scales, slices, width
+from klamp.kernels.start import Starter, common
 from klamp.kernels.tiles import Tiles
 from klamp.kernels.work import Logits, RowStats, Scaling, Sheet, Terms, Upstream
 
@@ -20,12 +24,39 @@ __all__ = ["gradient", "loss_gradient", "plan", "scale", "statistics", "width"]
 # 16 columns a thread, in two 16-byte loads a model, prefetched STAGES - 1 steps ahead.
 WARPS, STAGES = 4, 3
 FORM = {None: 0, "k2": 1, "k3": 2, "weighted_k3": 3, "exact": 4, "sequence_exact": 4}
+BLOCK = 4096
+
+_scale = Starter(fused._scale, 8)
+_row_stats = Starter(fused._row_stats, WARPS)
+_row_gradient = Starter(fused._row_gradient, WARPS)
+_one_pass = Starter(fused._one_pass, WARPS)
+
+
+class Cuts(NamedTuple):
+    """A row in ``number`` slices, ``most`` the power of two not below it: ``steps`` steps of ``step`` columns in each,
+    ``tail`` of them in the last."""
+
+    number: int
+    most: int
+    steps: int
+    tail: int
+    step: int
+
+
+@functools.cache
+def cuts(vocabulary: int, step: int, steps: int) -> Cuts:
+    """The slices of a row, from :func:`~klamp.kernels.layout.slices`."""
+    number = _parts(vocabulary, steps * step)
+    tail = _parts(vocabulary, step) - (number - 1) * steps
+    return Cuts(number, 1 << (number - 1).bit_length(), steps, tail, step)
 
 
 def scale(source: Tensor, factor: Tensor, out: Tensor) -> None:
     """``factor · source`` into ``out``, of another dtype maybe; contiguous, ``factor`` one number on the device."""
-    if source.numel():
-        fused._scale[(_parts(source.numel(), 4096),)](source, factor, out, source.numel(), BLOCK=4096, num_warps=8)
+    count = source.numel()
+    if count:
+        key = (common(source, factor, out), count < 2**31)
+        _scale((_parts(count, BLOCK), 1, 1), (source, factor, out, count, BLOCK), key)
 
 
 def statistics(z: Tensor, ref: Tensor | None, tokens: Tensor, scaling: Scaling, out: Sheet) -> None:
@@ -36,11 +67,10 @@ def statistics(z: Tensor, ref: Tensor | None, tokens: Tensor, scaling: Scaling, 
         return
     rate, cap = scales(scaling)
     step, _ = slices(vocabulary)
-    fused._row_stats[(rows,)](
-        z, ref, tokens, out.lines, out.lines.stride(0), vocabulary, z.stride(0), 0 if ref is None else ref.stride(0),
-        rate, cap, HAS_REF=ref is not None, CAPPED=scaling.softcap is not None,
-        STEPS=_parts(vocabulary, step), STEP=step, STAGES=1, num_warps=WARPS,
-    )  # fmt: skip
+    strides = (z.stride(0), 0 if ref is None else ref.stride(0))
+    fixed = (ref is not None, scaling.softcap is not None, _parts(vocabulary, step), step, 1)
+    args = (z, ref, tokens, out.lines, out.lines.stride(0), vocabulary, *strides, rate, cap, *fixed)
+    _row_stats((rows, 1, 1), args, (common(z, ref), strides, fixed))
 
 
 def gradient(z: Logits, ref: Tensor | None, tokens: Tensor, stats: RowStats, up: Upstream, scaling: Scaling) -> None:
@@ -51,33 +81,34 @@ def gradient(z: Logits, ref: Tensor | None, tokens: Tensor, stats: RowStats, up:
         return
     rate, cap = scales(scaling)
     step, _ = slices(vocabulary)
-    fused._row_gradient[(rows, _parts(vocabulary, step))](
-        memory, ref, tokens, stats.lse, stats.entropy, stats.kl, stats.ref_lse, up.logp, up.kl, up.entropy,
-        vocabulary, *place, 0 if ref is None else ref.stride(0), rate, cap,
-        CAPPED=scaling.softcap is not None, STEP=step, num_warps=WARPS,
-    )  # fmt: skip
+    stride = 0 if ref is None else ref.stride(0)
+    fixed = (scaling.softcap is not None, step)
+    lines = (stats.kl, stats.ref_lse, up.logp, up.kl, up.entropy)
+    key = (common(memory, ref), tuple(x is None for x in lines), place[2:4], stride, fixed)
+    args = (memory, ref, tokens, stats.lse, stats.entropy, *lines, vocabulary, *place, stride, rate, cap, *fixed)
+    _row_gradient((rows, _parts(vocabulary, step), 1), args, key)
 
 
 def loss_gradient(z: Logits, ref: Tensor | None, tokens: Tensor, terms: Terms, scaling: Scaling, out: Sheet) -> None:
     """Each row's loss and statistics into ``out``, the loss's gradient over the logits in ``z``."""
     memory, place = _placed(z)
     rows, vocabulary = z.shape
-    step, steps = slices(vocabulary)
-    count = _parts(vocabulary, steps * step)
-    tail = _parts(vocabulary, step) - (count - 1) * steps
-    most = _power_of_two(count)
-    part = memory.new_empty(rows * 8 * most, dtype=torch.float32)
+    if rows == 0:
+        return
+    number, *cut = cuts(vocabulary, *slices(vocabulary))
+    part = memory.new_empty(rows * 8 * cut[0], dtype=torch.float32)
     gate = out.lines[7:].view(torch.int32)
-    rate, cap = scales(scaling)
-    for phase in (1, 2) if fused.INTERPRETED and count > 1 else (0,):
-        if rows:
-            fused._one_pass[(rows * count,)](
-                memory, ref, tokens, terms.advantages, terms.old_logp, terms.ref_logp, terms.kl_weights,
-                terms.unclipped, terms.knobs, out.lines, part, gate, out.lines.stride(0), vocabulary, count, *place,
-                0 if ref is None else ref.stride(0), rate, cap, 1e30 if terms.tail is None else terms.tail,
-                HAS_REF=ref is not None, CAPPED=scaling.softcap is not None, FORM=FORM[terms.form], PHASE=phase,
-                SLICES=most, STEPS=steps, TAIL=tail, STEP=step, STAGES=STAGES, ONCE=terms.once, num_warps=WARPS,
-            )  # fmt: skip
+    stride = 0 if ref is None else ref.stride(0)
+    given = (terms.old_logp, terms.ref_logp, terms.kl_weights, terms.unclipped)
+    pointers = (memory, ref, tokens, terms.advantages, *given, terms.knobs, out.lines, part, gate)
+    sizes = (out.lines.stride(0), vocabulary, number, *place, stride)
+    numbers = (*scales(scaling), 1e30 if terms.tail is None else float(terms.tail))
+    where, absent = common(memory, ref, terms.knobs, part), tuple(x is None for x in given)
+    has_ref, capped, form = ref is not None, scaling.softcap is not None, FORM[terms.form]
+    for phase in (1, 2) if fused.INTERPRETED and number > 1 else (0,):
+        fixed = (has_ref, capped, form, phase, *cut, STAGES, terms.once)
+        key = (where, absent, place[2:4], stride, fixed)
+        _one_pass((rows * number, 1, 1), (*pointers, *sizes, *numbers, *fixed), key)
 
 
 def _placed(z: Logits) -> tuple[Tensor, tuple[int, int, int, int, int]]:
@@ -99,8 +130,3 @@ def _usable(z: Tensor) -> None:
 
 def _parts(total: int, size: int) -> int:
     return -(-total // size)
-
-
-def _power_of_two(n: int) -> int:
-    """The least one that is not below n."""
-    return 1 << (n - 1).bit_length()

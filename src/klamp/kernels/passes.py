@@ -6,7 +6,6 @@ gradient. What can wait comes after the first product: a GPU works while Python 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from klamp.errors import KlampError
 from klamp.kernels.gradients import Gradients, hand_out
-from klamp.kernels.work import Asked, Logits, Ops, RowStats, Sheet, Side, Terms, Upstream, Work, lowest, sheet
+from klamp.kernels.work import Asked, Logits, Ops, RowStats, Sheet, Side, Terms, Upstream, Work, cut, lowest, sheet
 
 
 class Turn(Protocol):
@@ -26,7 +25,9 @@ class Turn(Protocol):
 def buffer(ops: Ops, side: Side, rows: int) -> Tensor:
     """Room for ``rows`` of logits in the dtype of the hidden states."""
     vocabulary = side.head.shape[0]
-    return side.hidden.new_empty(rows, ops.width(vocabulary))[:, :vocabulary]
+    width = ops.width(vocabulary)
+    made = side.hidden.new_empty(rows, width)
+    return made if width == vocabulary else made[:, :vocabulary]
 
 
 def logits(side: Side, hidden: Tensor, out: Tensor) -> Tensor:
@@ -37,11 +38,13 @@ def logits(side: Side, hidden: Tensor, out: Tensor) -> Tensor:
 
 
 def cast(side: Side) -> Side:
-    """The same in one dtype, that of the hidden states, detached; a head of another dtype is copied."""
+    """The same in one dtype, that of the hidden states; a head of another dtype is copied."""
     dtype = side.hidden.dtype
+    if side.bias is None and side.head.dtype == dtype:
+        return side
     # A bias of -inf excludes a token; so does the lowest logit, and no sum meets inf - inf.
-    bias = None if side.bias is None else side.bias.detach().to(dtype).clamp(min=lowest(dtype))
-    return Side(side.hidden.detach(), side.head.detach().to(dtype), bias)
+    bias = None if side.bias is None else side.bias.to(dtype).clamp(min=lowest(dtype))
+    return Side(side.hidden, side.head.to(dtype), bias)
 
 
 def visit(ops: Ops, work: Work, reference: Side | None, z: Logits, first: int, chunk: int, turn: Turn) -> None:
@@ -52,8 +55,8 @@ def visit(ops: Ops, work: Work, reference: Side | None, z: Logits, first: int, c
         end = min(rows, at + chunk)
         ref = None
         if reference is not None and zr is not None:
-            ref = logits(reference, work.rows(reference.hidden, first + at, first + end), zr[: end - at])
-        turn(z[at:end], ref, first + at, first + end)
+            ref = logits(reference, work.rows(reference.hidden, first + at, first + end), cut(zr, 0, end - at))
+        turn(z if end - at == rows else z[at:end], ref, first + at, first + end)
 
 
 def forward(ops: Ops, work: Work, turn: Turn) -> None:
@@ -63,7 +66,7 @@ def forward(ops: Ops, work: Work, turn: Turn) -> None:
     z = buffer(ops, policy, min(n, chunk))
     for start in range(0, n, chunk):
         stop = min(n, start + chunk)
-        own = logits(policy, work.rows(policy.hidden, start, stop), z[: stop - start])
+        own = logits(policy, work.rows(policy.hidden, start, stop), cut(z, 0, stop - start))
         visit(ops, work, reference, own, start, chunk, turn)
 
 
@@ -86,7 +89,7 @@ def descend(ops: Ops, work: Work, ref: Side | None, needs: tuple[bool, bool, boo
     for start in range(done, n, plan.block):
         stop = min(n, start + plan.block)
         hidden = work.rows(policy.hidden, start, stop)
-        z = logits(policy, hidden, g[: stop - start])
+        z = logits(policy, hidden, cut(g, 0, stop - start))
         visit(ops, work, reference, z, start, plan.chunk, turn)
         grads.add(z, hidden, start, stop)
     return grads
@@ -97,7 +100,7 @@ def forward_statistics(ops: Ops, work: Work) -> RowStats:
     out = sheet(work)
 
     def turn(z: Logits, ref: Tensor | None, start: int, stop: int) -> None:
-        ops.statistics(z, ref, work.tokens[start:stop], work.scaling, out.columns(start, stop))
+        ops.statistics(z, ref, cut(work.tokens, start, stop), work.scaling, out.columns(start, stop))
 
     forward(ops, work, turn)
     return out.stats()
@@ -109,9 +112,9 @@ def backward_statistics(
     """Gradients of hidden, head and bias from those of the statistics; logits are computed again, chunk by chunk."""
 
     def turn(z: Logits, ref: Tensor | None, start: int, stop: int) -> None:
-        part = RowStats(*(None if x is None else x[start:stop] for x in stats))  # type: ignore[arg-type]
-        cut = Upstream(*(None if x is None else x[start:stop] for x in up))
-        ops.gradient(z, ref, work.tokens[start:stop], part, cut, work.scaling)
+        own = RowStats(*(None if x is None else cut(x, start, stop) for x in stats))  # type: ignore[arg-type]
+        ups = Upstream(*(None if x is None else cut(x, start, stop) for x in up))
+        ops.gradient(z, ref, cut(work.tokens, start, stop), own, ups, work.scaling)
 
     return descend(ops, work, None if up.kl is None else work.reference, needs, turn)
 
@@ -122,11 +125,10 @@ def loss_pass(ops: Ops, work: Work, asked: Asked, needs: tuple[bool, bool, bool]
 
     def turn(z: Logits, ref: Tensor | None, start: int, stop: int) -> None:
         if not made:  # only now: after the first product has started
-            made.append((replace(asked.terms(work), once=not needs[1]), sheet(work)))
+            made.append((asked.terms(work, once=not needs[1]), sheet(work)))
         terms, out = made[0]
-        ops.loss_gradient(
-            z, ref, work.tokens[start:stop], terms.rows(start, stop), work.scaling, out.columns(start, stop)
-        )
+        tokens = cut(work.tokens, start, stop)
+        ops.loss_gradient(z, ref, tokens, terms.rows(start, stop), work.scaling, out.columns(start, stop))
 
     grads = descend(ops, work, work.reference, needs, turn)
     return made[0][1] if made else sheet(work), grads

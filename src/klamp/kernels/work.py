@@ -101,19 +101,16 @@ class Work:
 
     def rows(self, x: Tensor, start: int, stop: int) -> Tensor:
         """Counted rows ``start:stop`` of x [N, ...]."""
-        return x[start:stop] if self.index is None else x.index_select(0, self.index[start:stop])
+        return cut(x, start, stop) if self.index is None else x.index_select(0, cut(self.index, start, stop))
 
-    def compact(self, x: Tensor | None) -> Tensor | None:
+    def compact(self, x: Tensor) -> Tensor:
         """A per-token tensor of the caller's shape, as n counted rows."""
-        if x is None:
-            return None
-        flat = x.detach().reshape(-1)
-        return flat if self.index is None else flat.index_select(0, self.index)
+        return compact(x, self.index)
 
     def spread(self, rows: Tensor) -> Tensor:
         """n counted rows back in the caller's shape, 0 elsewhere."""
         if self.index is None:
-            return rows.view(self.shape)
+            return rows if rows.shape == self.shape else rows.view(self.shape)
         out = rows.new_zeros(math.prod(self.shape))
         return out.index_copy_(0, self.index, rows).view(self.shape)
 
@@ -137,7 +134,10 @@ class Terms:
     """Whether one product reads the gradient of the logits: then no cache need keep it."""
 
     def rows(self, start: int, stop: int) -> Terms:
-        def cut(x: Tensor | None) -> Tensor | None:
+        if start == 0 and stop == self.advantages.shape[0]:
+            return self
+
+        def part(x: Tensor | None) -> Tensor | None:
             return None if x is None else x[start:stop]
 
         return Terms(
@@ -145,10 +145,10 @@ class Terms:
             self.knobs,
             self.tail,
             self.advantages[start:stop],
-            cut(self.old_logp),
-            cut(self.ref_logp),
-            cut(self.kl_weights),
-            cut(self.unclipped),
+            part(self.old_logp),
+            part(self.ref_logp),
+            part(self.kl_weights),
+            part(self.unclipped),
             self.once,
         )
 
@@ -183,13 +183,15 @@ class Sheet:
     has_ref: bool
 
     def columns(self, start: int, stop: int) -> Sheet:
+        if start == 0 and stop == self.lines.shape[1]:
+            return self
         return Sheet(self.lines[:, start:stop], self.has_ref)
 
     def stats(self) -> RowStats:
-        logp, entropy, lse, ref_logp, kl, ref_lse = (self.lines[i] for i in range(6))
+        x = self.lines
         if not self.has_ref:
-            return RowStats(logp, None, None, entropy, lse, None)
-        return RowStats(logp, ref_logp, kl, entropy, lse, ref_lse)
+            return RowStats(x[0], None, None, x[1], x[2], None)
+        return RowStats(x[0], x[3], x[4], x[1], x[2], x[5])
 
     @property
     def loss(self) -> Tensor:
@@ -243,18 +245,35 @@ def lowest(dtype: torch.dtype) -> float:
     return max(torch.finfo(dtype).min / 2, -1e18)
 
 
+def cut(x: Tensor, start: int, stop: int) -> Tensor:
+    """Rows ``start:stop`` of x; x itself where that is all of it, for a slice costs Python as much as an operation."""
+    return x if start == 0 and stop == x.shape[0] else x[start:stop]
+
+
+def compact(x: Tensor, index: Tensor | None) -> Tensor:
+    """A per-token tensor as rows, those at ``index`` alone where it is given; a constant."""
+    x = x.detach() if x.requires_grad else x
+    flat = x if x.dim() == 1 else x.reshape(-1)
+    return flat if index is None else flat.index_select(0, index)
+
+
+def _usable(label: str, x: Tensor) -> None:
+    """Refuse what is no floating-point tensor, or is one in parts."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise ConfigError(f"{label} must be a floating-point tensor, got {got}. Pass the head's weight [V, H].")
+    if type(x).__name__ == "DTensor":
+        raise ConfigError(
+            f"{label} is a DTensor (sharded). Gather it with .full_tensor(), or run the model's own head and use "
+            "token_stats_from_logits."
+        )
+
+
 def side(name: str, hidden: Tensor, head: Tensor, bias: Tensor | None) -> Side:
     """Hidden states as rows beside their head, refused by name where they do not fit."""
     prefix = "" if name == "policy" else "ref_"
-    for label, x in ((f"{prefix}hidden", hidden), (f"{prefix}head", head)):
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise ConfigError(f"{label} must be a floating-point tensor, got {got}. Pass the head's weight [V, H].")
-        if type(x).__name__ == "DTensor":
-            raise ConfigError(
-                f"{label} is a DTensor (sharded). Gather it with .full_tensor(), or run the model's own head and use "
-                "token_stats_from_logits."
-            )
+    _usable(prefix + "hidden", hidden)
+    _usable(prefix + "head", head)
     if head.dim() != 2 or head.shape[0] < 1 or head.shape[1] != hidden.shape[-1]:
         raise ConfigError(
             f"{prefix}head must be [V, {hidden.shape[-1]}] to go with {prefix}hidden {tuple(hidden.shape)}, "
@@ -262,7 +281,7 @@ def side(name: str, hidden: Tensor, head: Tensor, bias: Tensor | None) -> Side:
         )
     if bias is not None and tuple(bias.shape) != (head.shape[0],):
         raise ConfigError(f"{prefix}bias must be [{head.shape[0]}], got {tuple(bias.shape)}. None means no bias.")
-    return Side(hidden.reshape(-1, hidden.shape[-1]), head, bias)
+    return Side(hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1]), head, bias)
 
 
 def counted(mask: Tensor | None, tokens: Tensor) -> Tensor | None:
@@ -288,16 +307,15 @@ def prepare(policy: Side, reference: Side | None, tokens: Tensor, mask: Tensor |
             "Cut both to the ids they share."
         )
     index = counted(mask, tokens)
-    work = Work(policy, reference, tokens, index, scaling, tuple(tokens.shape))
-    kept = work.compact(tokens)
-    assert kept is not None
+    kept = compact(tokens, index)
     check_tokens(kept, vocabulary)
-    return Work(policy, reference, kept.long(), index, scaling, tuple(tokens.shape))
+    # A column of a matrix is one-dimensional and still has gaps, of which a kernel knows nothing.
+    return Work(policy, reference, kept.long().contiguous(), index, scaling, tuple(tokens.shape))
 
 
 def check_tokens(tokens: Tensor, vocabulary: int) -> None:
     """Refuse ids outside the vocabulary on the CPU; on a device the kernels answer NaN rather than wait."""
-    if tokens.device.type == "cpu" and tokens.numel():
+    if tokens.is_cpu and tokens.numel():
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= vocabulary:
             raise ConfigError(
@@ -314,13 +332,13 @@ class Asked(NamedTuple):
     tail: float | None
     per_token: dict[str, Tensor]
 
-    def terms(self, work: Work) -> Terms:
+    def terms(self, work: Work, *, once: bool) -> Terms:
         """Brought to the counted rows and to the device: a few small copies, which the first product need not await."""
         wide = torch.promote_types(work.policy.hidden.dtype, torch.float32)
 
         def rows(name: str) -> Tensor | None:
-            x = work.compact(self.per_token.get(name))
-            return None if x is None else x.to(wide).contiguous()
+            x = self.per_token.get(name)
+            return None if x is None else work.compact(x).to(wide).contiguous()
 
         advantages = rows("advantages")
         assert advantages is not None
@@ -333,6 +351,7 @@ class Asked(NamedTuple):
             rows("ref_logp"),
             rows("kl_weights"),
             rows("unclipped_advantages"),
+            once,
         )
 
 
