@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from klamp.errors import ConfigError, unknown
 from klamp.train.config import TrainConfig
-from klamp.train.settings import convert, from_dict, to_dict
+from klamp.train.settings import convert, from_dict
 
 MOST = 10_000
 """Runs of one sweep; more is a slip of the finger."""
@@ -68,14 +68,14 @@ def grid(axes: Sequence[Axis]) -> list[dict[str, Any]]:
 
 def apply(base: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
     """``base`` with dotted fields replaced, checked as a whole."""
-    nested = to_dict(base)
+    nested: dict[str, Any] = {}
     for field, value in changes.items():
         part = nested
         *parents, leaf = field.split(".")
         for parent in parents:
-            part = part[parent]
-        part[leaf] = list(value) if isinstance(value, tuple) else value
-    return from_dict(TrainConfig, nested, where="sweep")
+            part = part.setdefault(parent, {})
+        part[leaf] = value
+    return from_dict(TrainConfig, nested, over=base, where="sweep")
 
 
 def assignment(expression: str) -> tuple[str, Any]:

@@ -23,7 +23,9 @@ def to_dict(config: Any) -> dict[str, Any]:
     def plain(x: Any) -> Any:
         if isinstance(x, Mapping):
             return {k: plain(v) for k, v in x.items()}
-        return [plain(v) for v in x] if isinstance(x, tuple | list) else x
+        if isinstance(x, tuple | list):
+            return [plain(v) for v in x]
+        return next((kind(x) for kind in (float, str) if isinstance(x, kind)), x)  # presumed ones are subclasses
 
     return typing.cast(dict[str, Any], plain(dataclasses.asdict(config)))
 
@@ -118,7 +120,8 @@ def convert(name: str, value: Any, kind: Any, where: str = "config") -> Any:
                 return convert(name, value, option, where)
             except ConfigError:
                 continue
-        raise _mismatch(name, value, kind, where)
+        choices = [str(a) for option in args if typing.get_origin(option) is typing.Literal for a in option.__args__]
+        raise unknown(f"{where}: {name}", value, choices) if choices else _mismatch(name, value, kind, where)
     if origin is typing.Literal:
         if value in args and not isinstance(value, bool):
             return value
