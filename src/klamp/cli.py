@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import inspect
+import io
 import json as jsonlib
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -52,19 +56,46 @@ def train(args: list[str]) -> None:
     --config FILE reads a YAML configuration; flags go on top of it. The resolved configuration is written into the
     run folder. Under torchrun or accelerate launch it runs on many processes.
     """
-    import tyro
-
     from klamp.train.config import TrainConfig
     from klamp.train.settings import from_yaml
 
     file, rest = _config_file(args)
     default = TrainConfig() if file is None else from_yaml(TrainConfig, file)
-    config = tyro.cli(
-        TrainConfig, default=default, args=rest, prog="klamp train", description=inspect.cleandoc(train.__doc__ or "")
-    )
-    from klamp.train.loop import train_policy
+    text = inspect.cleandoc(train.__doc__ or "")
+    with _flags_named(TrainConfig):
+        config = _parsed(TrainConfig, rest, default=default, prog="klamp train", description=text)
+        from klamp.train.loop import train_policy
 
-    train_policy(config)
+        train_policy(config)
+
+
+@contextlib.contextmanager
+def _flags_named(config: type) -> Iterator[None]:
+    """Errors about the fields of ``config`` as errors about the flags they are given by."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(as_flags(str(error), config)) from None
+
+
+def as_flags(text: str, config: type) -> str:
+    """``kl.max_weight=2`` in a message as ``--kl.max-weight 2``, and likewise every other field of ``config``."""
+    from klamp.train.settings import fields_of
+
+    names = [name for name, _ in fields_of(config)]
+    dotted = "|".join(re.escape(n) for n in sorted(names, key=len, reverse=True) if "." in n)
+    plain = "|".join(n for n in names if "." not in n)
+
+    def flag(found: re.Match[str]) -> str:
+        part, _, leaf = found[1].replace("_", "-").rpartition(".")
+        value = found.groupdict().get("value")
+        leaf = f"no-{leaf}" if value == "false" else leaf
+        given = "" if value in (None, "true", "false") else f" {value}"
+        return f"--{part}.{leaf}{given}" if part else f"--{leaf}"
+
+    text = re.sub(rf"^({plain})(?= must | '| is )", flag, text)
+    value = r"(?:=(?P<quote>['\"]?)(?P<value>[\w:+-]+(?:\.\w+)*)(?P=quote))?"
+    return re.sub(rf"(?<![\w.'\"/-])({dotted})(?!\w|\.\w){value}", flag, text)
 
 
 def measure(
@@ -142,13 +173,36 @@ def _config_file(args: list[str]) -> tuple[str | None, list[str]]:
     return file, rest
 
 
+def _parsed(target: Callable[..., Any], args: list[str], **options: Any) -> Any:
+    """What tyro makes of ``args``; an error of klamp's own comes out as it was raised, not in a box of tyro's."""
+    import tyro
+
+    unseen = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(unseen), contextlib.redirect_stdout(unseen):
+            return tyro.cli(target, args=args, **options)
+    except SystemExit as stop:
+        error: BaseException | None = stop
+        while error is not None and not isinstance(error, KlampError):
+            error = error.__context__
+        if error is not None:
+            raise error from None
+    return tyro.cli(target, args=args, **options)  # once more for all to see: the help, or what does not parse
+
+
 def _typed(function: Callable[..., Any]) -> Callable[[list[str]], None]:
     """A command whose flags come from the signature of ``function``."""
 
     def run(args: list[str]) -> None:
-        import tyro
+        called: list[tuple[Any, Any]] = []
 
-        tyro.cli(function, args=args, prog=f"klamp {function.__name__}")
+        @functools.wraps(function)
+        def note(*given: Any, **named: Any) -> None:
+            called.append((given, named))
+
+        _parsed(note, args, prog=f"klamp {function.__name__}")
+        given, named = called[0]
+        function(*given, **named)
 
     run.__doc__ = function.__doc__
     return run

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,3 +115,56 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
 def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert code([]) == 0
     assert "audit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--kl.target", "0.1"], "--kl.target 0.1 has no unit: nats per what? Add --kl.per token, --kl.per sequence"),
+        (["--kl.limit=0.1"], "--kl.limit 0.1 has no unit"),
+        (["--kl.per", "sequence"], "--kl.per sequence needs a --kl.target in nats per sequence"),
+        (["--kl.target", "-1", "--kl.per", "token"], "--kl.controller fixed with --kl.beta"),
+        (["--kl.controller", "fixed"], "--kl.beta is missing for --kl.controller fixed."),
+        (["--kl.beta", "-1"], "--kl.beta must be > 0, got -1.0."),
+        (["--kl.estimator", "k1", "--kl.placement", "in_loss"], "or --kl.allow-biased to reproduce"),
+        (["--kl.estimator", "k9"], "--kl.estimator 'k9' is not known"),
+        (["--kl.reference", "ema:2"], "--kl.reference 'ema:2': Ema.decay must be < 1"),
+        (["--steps", "0"], "--steps must be >= 1"),
+        (["--rollout.max-tokens", "0"], "--rollout.max-tokens must be >= 1"),
+        (["--rollout.group-size", "1"], "or --algorithm.name ppo."),
+    ],
+)
+def test_an_error_about_a_flag_names_the_flag(
+    args: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from klamp.train import loop
+
+    monkeypatch.setattr(loop, "train_policy", lambda config: pytest.fail("it ran"))
+    assert main(["train", *args]) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert not any(form in said for form in ("Hold", "Fixed(", "=True", "per='"))
+
+
+def test_flags_on_top_of_a_file_may_lean_on_its_unit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from klamp.train import loop
+
+    seen: list[Any] = []
+    monkeypatch.setattr(loop, "train_policy", seen.append)
+    file = tmp_path / "run.yaml"
+    file.write_text("kl: {target: 6, per: sequence}\n")
+    assert main(["train", "--config", str(file), "--kl.target", "7"]) == 0
+    assert (seen[0].kl.target, seen[0].kl.per) == (7.0, "sequence")
+    file.write_text("kl: {target: 6}\n")
+    assert main(["train", "--config", str(file)]) == 2
+    assert f"klamp: {file}: kl.target 6.0 has no unit" in capsys.readouterr().err
+    file.write_text("steps: 3\n")
+    assert main(["train", "--config", str(file), "--kl.target", "0.1"]) == 2
+    assert "--kl.target 0.1 has no unit" in capsys.readouterr().err
+
+
+def test_compare_names_its_own_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "--target", "0.1"]) == 2
+    assert "give --per token, --per sequence (the sum" in capsys.readouterr().err

@@ -162,6 +162,8 @@ def test_what_the_configuration_alone_can_tell() -> None:
         (lambda: KLConfig(estimator="exact_forward", placement="in_loss", allow_biased=True), "cannot price it"),
         (lambda: KLConfig(target=None), "kl.target is missing"),
         (lambda: KLConfig(reference="step:many"), "needs a number"),
+        (lambda: KLConfig(reference="base:5"), "base takes nothing after it"),
+        (lambda: KLConfig(reference="lag:0"), r"kl\.reference .lag:0.: StepLag.lag must be >= 1"),
         (lambda: KLConfig(clamp_share=0.0), "clamp_share"),
         (lambda: KLConfig(target=-1.0, per="token"), r"kl\.target must be > 0.*kl\.controller=fixed"),
         (lambda: KLConfig(beta=-1.0), r"kl\.beta must be > 0"),

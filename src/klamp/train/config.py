@@ -5,7 +5,9 @@ All checks that can be made without loading anything are made here, when the obj
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -19,6 +21,15 @@ NOT_PRICED = ("exact_forward", "top_k_exact", "fitted")
 """Estimators that are no function of a token's own two log-probs, other than the exact KL."""
 ControllerName = Literal["hold", "ziegler", "exponential", "doubling", "fixed"]
 STEERS = {"hold": Hold, "ziegler": Ziegler, "exponential": Exponential, "doubling": Doubling}
+
+
+@contextlib.contextmanager
+def _named(prefix: str) -> Iterator[None]:
+    """Errors about ``reference`` become errors about ``kl.reference``."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{prefix}{error}") from None
 
 
 class Presumed:
@@ -76,8 +87,14 @@ class KLConfig:
     """Log-ratio beyond which k2 and k3 go on linearly."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reference", str(parse(self.reference)))
-        pair = check(self.estimator, self.placement, allow_biased=self.allow_biased)
+        with _named("kl."):
+            object.__setattr__(self, "reference", str(parse(self.reference)))
+            pair = check(self.estimator, self.placement, allow_biased=True)
+        if not (pair.accepted or self.allow_biased):
+            raise ConfigError(
+                f"kl.estimator={pair.estimator} with kl.placement={pair.placement} descends {pair.on_policy}. "
+                f"Use {pair.instead}, or kl.allow_biased=true to reproduce another system."
+            )
         # Other systems' names (full, mse, loss) are accepted and written down as klamp's own.
         object.__setattr__(self, "estimator", pair.estimator)
         object.__setattr__(self, "placement", pair.placement)

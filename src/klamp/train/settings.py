@@ -40,7 +40,12 @@ def to_yaml(config: Any) -> str:
 def from_yaml(cls: type[T], path: str | Path, *, over: T | None = None) -> T:
     """The configuration in a YAML file, its missing fields taken from ``over`` or the defaults."""
     data = load_yaml(path)
-    return from_dict(cls, {} if data is None else data, over=over, where=str(path))
+    try:
+        return from_dict(cls, {} if data is None else data, over=over, where=str(path))
+    except ConfigError as error:
+        if str(error).startswith(f"{path}: "):
+            raise
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def load_yaml(path: str | Path) -> Any:
@@ -109,6 +114,15 @@ def from_dict(cls: type[T], data: object, *, over: T | None = None, where: str =
         else:
             values[key] = convert(name, value, kind, where)
     return cls(**values)
+
+
+def fields_of(cls: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    """(dotted name, type) of every field, those of the parts included."""
+    found: list[tuple[str, Any]] = []
+    for name, kind in typing.get_type_hints(cls).items():
+        parts = fields_of(kind, f"{prefix}{name}.") if dataclasses.is_dataclass(kind) else [(f"{prefix}{name}", kind)]
+        found += parts
+    return found
 
 
 def convert(name: str, value: Any, kind: Any, where: str = "config") -> Any:
