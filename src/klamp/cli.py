@@ -314,7 +314,9 @@ def _show(findings: list[Finding], *, whole: bool) -> None:
         console.print(
             "std are taken at the larger drift; stale: samples of an older policy, 0.02 nats away; std: of one"
         )
-        console.print("sequence's gradient, relative to the true one. Rows marked ✗ are refused by klamp's placements.")
+        console.print(
+            "sequence's gradient, relative to the true one. Rows marked ✗ are refused by klamp.check and the trainer."
+        )
         return
     finding = findings[0]
     console.print(f"on-policy it descends {finding.descends_on}; with a stale sampler, {finding.descends_off}.")
