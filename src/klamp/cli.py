@@ -10,6 +10,7 @@ import io
 import json as jsonlib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -64,9 +65,21 @@ def train(args: list[str]) -> None:
     text = inspect.cleandoc(train.__doc__ or "")
     with _flags_named(TrainConfig):
         config = _parsed(TrainConfig, rest, default=default, prog="klamp train", description=text)
+        from klamp.train.anchors import saved_steps
         from klamp.train.loop import train_policy
 
+        saved = saved_steps(Path(config.run)) if config.resume and not config.skip_damaged else []
         train_policy(config)
+        if os.environ.get("RANK", "0") == "0":
+            print(_ended(config.run, config.steps, max(saved, default=0)))
+
+
+def _ended(run: str, steps: int, before: int) -> str:
+    """Where the run is, and what may be done with it next."""
+    named = shlex.quote(run)
+    if before >= steps:
+        return f"run: {named}, complete: {before} steps were done before. --steps {2 * before} --resume goes on"
+    return f"run: {named}, {steps} steps. klamp report {named} draws it"
 
 
 @contextlib.contextmanager

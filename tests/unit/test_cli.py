@@ -13,6 +13,7 @@ import pytest
 
 import klamp
 from klamp.cli import main
+from klamp.train.config import RewardConfig
 
 
 def run(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -64,6 +65,7 @@ def test_audit_prints_a_table_with_every_row(capsys: pytest.CaptureFixture[str])
     for name in klamp.audit.matrix.ROWS:
         assert name in out
     assert "bias at 0.47" in out
+    assert "refused by klamp.check and the trainer" in out  # placements are functions of any KL and refuse none
 
 
 def test_audit_of_a_function_in_the_working_folder(module: Path) -> None:
@@ -168,3 +170,19 @@ def test_flags_on_top_of_a_file_may_lean_on_its_unit(
 def test_compare_names_its_own_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "--target", "0.1"]) == 2
     assert "give --per token, --per sequence (the sum" in capsys.readouterr().err
+
+
+def test_train_names_its_run_and_says_when_there_was_nothing_to_do(
+    config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from klamp.train.settings import to_yaml
+
+    file = tmp_path / "run.yaml"
+    file.write_text(to_yaml(config(steps=2, reward=RewardConfig(functions=("length:4",)))))
+    run = str(tmp_path / "run")
+    assert main(["train", "--config", str(file)]) == 0
+    assert capsys.readouterr().out == f"run: {run}, 2 steps. klamp report {run} draws it\n"
+    assert main(["train", "--config", str(file), "--resume"]) == 0
+    assert "complete: 2 steps were done before. --steps 4 --resume goes on" in capsys.readouterr().out
+    assert main(["train", "--config", str(file), "--resume", "--steps", "3"]) == 0
+    assert capsys.readouterr().out.startswith(f"run: {run}, 3 steps.")
