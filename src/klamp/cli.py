@@ -226,10 +226,26 @@ def _later(name: str, line: str) -> Callable[[list[str]], None]:
 
     def run(args: list[str]) -> None:
         commands = importlib.import_module("klamp.experiments.commands")
+        if name == "sweep":
+            _refuse_fields(args)
         _typed(getattr(commands, name))(args)
 
     run.__doc__ = line
     return run
+
+
+def _refuse_fields(args: list[str]) -> None:
+    """A flag of train's given to sweep, as --optim.lr 1e-3: it is a field for --set there."""
+    from klamp.train.config import TrainConfig
+    from klamp.train.settings import fields_of
+
+    names = {name for name, _ in fields_of(TrainConfig) if "." in name}
+    for item, following in zip(args, [*args[1:], ""], strict=True):
+        flag, equals, value = item.partition("=")
+        field = flag.removeprefix("--").replace("-", "_")
+        if item.startswith("--") and field in names:
+            value = value if equals else following or "VALUE"
+            raise ConfigError(f"klamp sweep has no {flag}. Write --set {field}={value}, or --over {field}=A,B,C.")
 
 
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
@@ -248,9 +264,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args and args[0] in ("--version", "-V"):
         print(f"klamp {__version__}")
         return 0
+    if args[:1] == ["help"]:  # klamp help train
+        args = [*args[1:2], "--help"]
     if not args or args[0] in ("-h", "--help"):
         print(_usage())
         return 0
+    _printable(sys.stdout)
     try:
         if args[0] not in COMMANDS:
             raise unknown("command", args[0], COMMANDS)
@@ -261,6 +280,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, head or less, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # rich met it, and turned stdout away already
+            return 0
+        raise
     except KeyboardInterrupt:
         print("klamp: stopped.", file=sys.stderr)
         return 130
@@ -278,6 +301,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"klamp: this needs {error.name}. pip install 'klamp[{extra}]'.", file=sys.stderr)
         return 2
     return 0
+
+
+def _printable(stream: Any) -> None:
+    """Where a terminal or a file takes ASCII alone, π is shown as a question mark instead of ending the command."""
+    if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        stream.reconfigure(errors="replace")
 
 
 EXTRAS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -186,3 +187,41 @@ def test_train_names_its_run_and_says_when_there_was_nothing_to_do(
     assert "complete: 2 steps were done before. --steps 4 --resume goes on" in capsys.readouterr().out
     assert main(["train", "--config", str(file), "--resume", "--steps", "3"]) == 0
     assert capsys.readouterr().out.startswith(f"run: {run}, 3 steps.")
+
+
+def test_a_refused_comparison_claims_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for args, says in [
+        (["--steps", "0"], "--steps must be >= 1"),
+        (["--lr", "0"], "--lr must be > 0"),
+        (["--group-size", "1"], "--group-size must be >= 2"),
+        (["--max-tokens", "0"], "--max-tokens must be >= 1"),
+    ]:
+        assert main(["compare", "--out", str(tmp_path / "out"), *args]) == 2
+        assert says in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_field_given_to_sweep_as_a_flag_is_shown_as_it_is_written_there(capsys: pytest.CaptureFixture[str]) -> None:
+    for args in (["--optim.lr", "3"], ["--optim.lr=3"]):
+        assert main(["sweep", "--over", "kl.beta=1,2", *args]) == 2
+        assert "klamp sweep has no --optim.lr. Write --set optim.lr=3, or" in capsys.readouterr().err
+
+
+def test_help_is_a_word_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert code(["help"]) == 0
+    assert "usage: klamp [-h]" in capsys.readouterr().out
+    assert code(["help", "sweep"]) == 0
+    assert "usage: klamp sweep" in capsys.readouterr().out
+
+
+def test_where_ascii_alone_can_be_printed_the_table_is_printed() -> None:
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-m", "klamp", "audit", "--worlds", "1"], capture_output=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert b"in_loss" in done.stdout
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    words = f"{shlex.quote(sys.executable)} -m klamp audit --worlds 1 | head -n 1 > /dev/null; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", words], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("0\n", "")

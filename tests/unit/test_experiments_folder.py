@@ -39,9 +39,9 @@ def test_a_wrong_setting_is_refused_with_the_way_out(fields: dict[str, Any], mes
 
 def test_a_wrong_run_is_refused_before_its_folder_is_made(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(ConfigError, match="group_size"):
-        run(CompareConfig(group_size=1), out)
-    assert not (out / "runs").exists()
+    with pytest.raises(ConfigError, match="--jobs"):
+        run(CompareConfig(), out, at_once=-1)
+    assert not out.exists()
 
 
 def test_a_folder_of_something_else_is_left_as_it_is(tmp_path: Path) -> None:

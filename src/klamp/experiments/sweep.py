@@ -110,6 +110,7 @@ def pareto(points: Sequence[Point]) -> list[Point]:
 def run(config: SweepConfig, out: str | Path, *, engine: Engine = "local", at_once: int = 0) -> Sweep:
     """Every combination and seed, those already finished left alone; then what is on disk, read back."""
     folder = Folder(out)
+    pool.check_asked(at_once)
     planned = plan(config, folder)
     models.resolve(planned[0][2].model) if planned[0][2].model != "smollm2" else None
     data.load(planned[0][2].prompts, planned[0][2].model)
