@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import inspect
+import io
 import json as jsonlib
 import os
+import re
+import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -52,19 +57,58 @@ def train(args: list[str]) -> None:
     --config FILE reads a YAML configuration; flags go on top of it. The resolved configuration is written into the
     run folder. Under torchrun or accelerate launch it runs on many processes.
     """
-    import tyro
-
     from klamp.train.config import TrainConfig
     from klamp.train.settings import from_yaml
 
     file, rest = _config_file(args)
     default = TrainConfig() if file is None else from_yaml(TrainConfig, file)
-    config = tyro.cli(
-        TrainConfig, default=default, args=rest, prog="klamp train", description=inspect.cleandoc(train.__doc__ or "")
-    )
-    from klamp.train.loop import train_policy
+    text = inspect.cleandoc(train.__doc__ or "")
+    with _flags_named(TrainConfig):
+        config = _parsed(TrainConfig, rest, default=default, prog="klamp train", description=text)
+        from klamp.train.anchors import saved_steps
+        from klamp.train.loop import train_policy
 
-    train_policy(config)
+        saved = saved_steps(Path(config.run)) if config.resume and not config.skip_damaged else []
+        train_policy(config)
+        if os.environ.get("RANK", "0") == "0":
+            print(_ended(config.run, config.steps, max(saved, default=0)))
+
+
+def _ended(run: str, steps: int, before: int) -> str:
+    """Where the run is, and what may be done with it next."""
+    named = shlex.quote(run)
+    if before >= steps:
+        return f"run: {named}, complete: {before} steps were done before. --steps {2 * before} --resume goes on"
+    return f"run: {named}, {steps} steps. klamp report {named} draws it"
+
+
+@contextlib.contextmanager
+def _flags_named(config: type) -> Iterator[None]:
+    """Errors about the fields of ``config`` as errors about the flags they are given by."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(as_flags(str(error), config)) from None
+
+
+def as_flags(text: str, config: type) -> str:
+    """``kl.max_weight=2`` in a message as ``--kl.max-weight 2``, and likewise every other field of ``config``."""
+    from klamp.train.settings import fields_of
+
+    names = [name for name, _ in fields_of(config)]
+    dotted = "|".join(re.escape(n) for n in sorted(names, key=len, reverse=True) if "." in n)
+    plain = "|".join(n for n in names if "." not in n)
+
+    def flag(found: re.Match[str]) -> str:
+        part, _, leaf = found[1].replace("_", "-").rpartition(".")
+        value = found.groupdict().get("value")
+        leaf = f"no-{leaf}" if value == "false" else leaf
+        given = "" if value in (None, "true", "false") else f" {value}"
+        return f"--{part}.{leaf}{given}" if part else f"--{leaf}"
+
+    text = re.sub(rf"^({plain})(?= must | '| is )", flag, text)
+    value = r"(?:=(?P<quote>['\"]?)(?P<value>[\w:+-]+(?:\.\w+)*)(?P=quote))?"
+    return re.sub(rf"(?<![\w.'\"/-])({dotted})(?!\w|\.\w){value}", flag, text)
 
 
 def measure(
@@ -142,13 +186,36 @@ def _config_file(args: list[str]) -> tuple[str | None, list[str]]:
     return file, rest
 
 
+def _parsed(target: Callable[..., Any], args: list[str], **options: Any) -> Any:
+    """What tyro makes of ``args``; an error of klamp's own comes out as it was raised, not in a box of tyro's."""
+    import tyro
+
+    unseen = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(unseen), contextlib.redirect_stdout(unseen):
+            return tyro.cli(target, args=args, **options)
+    except SystemExit as stop:
+        error: BaseException | None = stop
+        while error is not None and not isinstance(error, KlampError):
+            error = error.__context__
+        if error is not None:
+            raise error from None
+    return tyro.cli(target, args=args, **options)  # once more for all to see: the help, or what does not parse
+
+
 def _typed(function: Callable[..., Any]) -> Callable[[list[str]], None]:
     """A command whose flags come from the signature of ``function``."""
 
     def run(args: list[str]) -> None:
-        import tyro
+        called: list[tuple[Any, Any]] = []
 
-        tyro.cli(function, args=args, prog=f"klamp {function.__name__}")
+        @functools.wraps(function)
+        def note(*given: Any, **named: Any) -> None:
+            called.append((given, named))
+
+        _parsed(note, args, prog=f"klamp {function.__name__}")
+        given, named = called[0]
+        function(*given, **named)
 
     run.__doc__ = function.__doc__
     return run
@@ -159,10 +226,26 @@ def _later(name: str, line: str) -> Callable[[list[str]], None]:
 
     def run(args: list[str]) -> None:
         commands = importlib.import_module("klamp.experiments.commands")
+        if name == "sweep":
+            _refuse_fields(args)
         _typed(getattr(commands, name))(args)
 
     run.__doc__ = line
     return run
+
+
+def _refuse_fields(args: list[str]) -> None:
+    """A flag of train's given to sweep, as --optim.lr 1e-3: it is a field for --set there."""
+    from klamp.train.config import TrainConfig
+    from klamp.train.settings import fields_of
+
+    names = {name for name, _ in fields_of(TrainConfig) if "." in name}
+    for item, following in zip(args, [*args[1:], ""], strict=True):
+        flag, equals, value = item.partition("=")
+        field = flag.removeprefix("--").replace("-", "_")
+        if item.startswith("--") and field in names:
+            value = value if equals else following or "VALUE"
+            raise ConfigError(f"klamp sweep has no {flag}. Write --set {field}={value}, or --over {field}=A,B,C.")
 
 
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
@@ -181,9 +264,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args and args[0] in ("--version", "-V"):
         print(f"klamp {__version__}")
         return 0
+    if args[:1] == ["help"]:  # klamp help train
+        args = [*args[1:2], "--help"]
     if not args or args[0] in ("-h", "--help"):
         print(_usage())
         return 0
+    _printable(sys.stdout)
     try:
         if args[0] not in COMMANDS:
             raise unknown("command", args[0], COMMANDS)
@@ -194,6 +280,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, head or less, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # rich met it, and turned stdout away already
+            return 0
+        raise
     except KeyboardInterrupt:
         print("klamp: stopped.", file=sys.stderr)
         return 130
@@ -211,6 +301,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"klamp: this needs {error.name}. pip install 'klamp[{extra}]'.", file=sys.stderr)
         return 2
     return 0
+
+
+def _printable(stream: Any) -> None:
+    """Where a terminal or a file takes ASCII alone, π is shown as a question mark instead of ending the command."""
+    if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        stream.reconfigure(errors="replace")
 
 
 EXTRAS = {
@@ -260,7 +356,9 @@ def _show(findings: list[Finding], *, whole: bool) -> None:
         console.print(
             "std are taken at the larger drift; stale: samples of an older policy, 0.02 nats away; std: of one"
         )
-        console.print("sequence's gradient, relative to the true one. Rows marked ✗ are refused by klamp's placements.")
+        console.print(
+            "sequence's gradient, relative to the true one. Rows marked ✗ are refused by klamp.check and the trainer."
+        )
         return
     finding = findings[0]
     console.print(f"on-policy it descends {finding.descends_on}; with a stale sampler, {finding.descends_off}.")

@@ -23,9 +23,10 @@ UNITS: tuple[str, ...] = get_args(Unit)
 def check_unit(field: str, per: object) -> Unit:
     """``per`` if it is one of the three units, otherwise the error that explains them."""
     if per is None:
+        token, sequence, mean = (f"{field} {u}" if field.startswith("--") else f"per={u!r}" for u in UNITS)
         raise ConfigError(
-            f"{field} is missing. A KL has a unit: give per='token', per='sequence' (the sum over a sequence) "
-            "or per='sequence_mean' (the mean over sequences of token means)."
+            f"{field} is missing. A KL has a unit: give {token}, {sequence} (the sum over a sequence) "
+            f"or {mean} (the mean over sequences of token means)."
         )
     if per not in UNITS:
         raise unknown(field, per, UNITS)

@@ -75,7 +75,7 @@ class Ema:
         decay = require_number("Ema.decay", self.decay, at_least=0, way_out="0.99 averages over about 100 steps.")
         if decay >= 1:
             raise ConfigError(
-                f"Ema.decay must be < 1, got {self.decay!r}. For a reference that never moves use Base()."
+                f"Ema.decay must be < 1, got {self.decay!r}. For a reference that never moves use base, Base()."
             )
 
     def __str__(self) -> str:
@@ -96,6 +96,11 @@ class Periodic:
 
 
 ReferenceSpec = Base | FrozenModel | CheckpointStep | AdapterPath | StepLag | Ema | Periodic
+COUNTED: dict[str, type[CheckpointStep | StepLag | Periodic]] = {
+    "step": CheckpointStep,
+    "lag": StepLag,
+    "periodic": Periodic,
+}
 FARTHEST = 10**12
 """Steps; more than any run has, and still the name of a folder."""
 FORMS = ("base", "model:NAME", "step:N", "adapter:FOLDER", "lag:N", "ema:DECAY", "periodic:N")
@@ -109,6 +114,8 @@ def parse(text: object) -> ReferenceSpec:
     kind, value = kind.strip(), value.strip()
     if kind == "base" and not colon:
         return Base()
+    if kind == "base":
+        raise ConfigError(f"reference {text!r}: base takes nothing after it. Write base, or step:N for a saved step.")
     if kind not in {form.partition(":")[0] for form in FORMS}:
         raise unknown("reference", text, FORMS)
     if not value:
@@ -118,15 +125,14 @@ def parse(text: object) -> ReferenceSpec:
     if kind == "adapter":
         return AdapterPath(value)
     number = _number(str(text), value)
-    if kind == "ema":
-        return Ema(number)
-    if number > FARTHEST:
+    if kind != "ema" and number > FARTHEST:
         raise ConfigError(f"reference {text!r} is beyond {FARTHEST:,} steps. Example: {kind}:40.")
-    if number != int(number):
+    if kind != "ema" and number != int(number):
         raise ConfigError(f"reference {text!r} needs a whole number of steps, got {value!r}. Example: {kind}:40.")
-    if kind == "step":
-        return CheckpointStep(int(number))
-    return StepLag(int(number)) if kind == "lag" else Periodic(int(number))
+    try:
+        return Ema(number) if kind == "ema" else COUNTED[kind](int(number))
+    except ConfigError as error:
+        raise ConfigError(f"reference {text!r}: {error}") from None
 
 
 def _number(text: str, value: str) -> float:

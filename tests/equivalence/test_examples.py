@@ -60,7 +60,7 @@ def test_the_one_file_loop_is_the_trainer(trainer: Any, words_model: str, words_
     seen: list[tuple[Any, dict[str, float], dict[str, torch.Tensor]]] = []
     start = adapter(grpo.run(replace(settings, steps=0)))
     grpo.run(settings, lambda step, model, batch, figures: seen.append((batch, figures, adapter(model))))
-    made = trainer(optim={"lr": 1e-2}, kl={"target": 0.01})
+    made = trainer(optim={"lr": 1e-2}, kl={"target": 0.01, "per": "token"})
     own = dict(made.learner.policy.model.named_parameters())
     with torch.no_grad():
         for name, value in start.items():

@@ -130,7 +130,8 @@ def start(config: TrainConfig, file: Path) -> subprocess.Popen[bytes]:
     """The run in a process of its own."""
     file.write_text(to_yaml(config))
     beside = str(Path(unbroken.__file__).parent)
-    env = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": beside}
+    path = os.pathsep.join([beside, *filter(None, [os.environ.get("PYTHONPATH")])])  # what this process imports
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": path}
     return subprocess.Popen([sys.executable, __file__, str(file)], env=env, stderr=subprocess.PIPE)
 
 

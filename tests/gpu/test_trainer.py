@@ -110,7 +110,7 @@ def test_resumed_equals_straight_to_the_bit(tmp_path: Path, algorithm: str) -> N
 
 
 def test_the_clamp_holds_at_an_absurd_learning_rate(tmp_path: Path) -> None:
-    settings = config(tmp_path / "run", steps=8, optim=OptimConfig(lr=0.05), kl=KLConfig(target=0.05))
+    settings = config(tmp_path / "run", steps=8, optim=OptimConfig(lr=0.05), kl=KLConfig(target=0.05, per="token"))
     Trainer(settings, rewards=[length], quiet=True).run()
     for row in rows(tmp_path / "run"):
         assert row["kl/clamp/after"] <= row["kl/clamp/limit"] * (1 + 1e-6)

@@ -30,7 +30,7 @@ from klamp.monitor import Monitor
 from klamp.plain import from_plain
 from klamp.train import data, rewards
 from klamp.train.config import TrainConfig
-from klamp.train.settings import from_dict, from_yaml, to_dict, to_yaml
+from klamp.train.settings import fields_of, from_dict, from_yaml, to_dict, to_yaml
 
 LONG = os.environ.get("KLAMP_FUZZ") == "long"
 FUZZ = settings(
@@ -45,7 +45,7 @@ PLAIN = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
     max_leaves=12,
 )
-FIELDS = sorted(name for name, _ in over._kinds(TrainConfig))
+FIELDS = sorted(name for name, _ in fields_of(TrainConfig))
 NUMBER = st.sampled_from(
     ["nan", "inf", "-inf", "1e999", "-0", "0x10", "1_0", "٣", "1e-400", "9" * 400, "", " 1", "1.", "½"]
 )

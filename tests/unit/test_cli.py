@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import klamp
 from klamp.cli import main
+from klamp.train.config import RewardConfig
 
 
 def run(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -63,6 +66,7 @@ def test_audit_prints_a_table_with_every_row(capsys: pytest.CaptureFixture[str])
     for name in klamp.audit.matrix.ROWS:
         assert name in out
     assert "bias at 0.47" in out
+    assert "refused by klamp.check and the trainer" in out  # placements are functions of any KL and refuse none
 
 
 def test_audit_of_a_function_in_the_working_folder(module: Path) -> None:
@@ -114,3 +118,110 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
 def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert code([]) == 0
     assert "audit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--kl.target", "0.1"], "--kl.target 0.1 has no unit: nats per what? Add --kl.per token, --kl.per sequence"),
+        (["--kl.limit=0.1"], "--kl.limit 0.1 has no unit"),
+        (["--kl.per", "sequence"], "--kl.per sequence needs a --kl.target in nats per sequence"),
+        (["--kl.target", "-1", "--kl.per", "token"], "--kl.controller fixed with --kl.beta"),
+        (["--kl.controller", "fixed"], "--kl.beta is missing for --kl.controller fixed."),
+        (["--kl.beta", "-1"], "--kl.beta must be > 0, got -1.0."),
+        (["--kl.estimator", "k1", "--kl.placement", "in_loss"], "or --kl.allow-biased to reproduce"),
+        (["--kl.estimator", "k9"], "--kl.estimator 'k9' is not known"),
+        (["--kl.reference", "ema:2"], "--kl.reference 'ema:2': Ema.decay must be < 1"),
+        (["--steps", "0"], "--steps must be >= 1"),
+        (["--rollout.max-tokens", "0"], "--rollout.max-tokens must be >= 1"),
+        (["--rollout.group-size", "1"], "or --algorithm.name ppo."),
+    ],
+)
+def test_an_error_about_a_flag_names_the_flag(
+    args: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from klamp.train import loop
+
+    monkeypatch.setattr(loop, "train_policy", lambda config: pytest.fail("it ran"))
+    assert main(["train", *args]) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert not any(form in said for form in ("Hold", "Fixed(", "=True", "per='"))
+
+
+def test_flags_on_top_of_a_file_may_lean_on_its_unit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from klamp.train import loop
+
+    seen: list[Any] = []
+    monkeypatch.setattr(loop, "train_policy", seen.append)
+    file = tmp_path / "run.yaml"
+    file.write_text("kl: {target: 6, per: sequence}\n")
+    assert main(["train", "--config", str(file), "--kl.target", "7"]) == 0
+    assert (seen[0].kl.target, seen[0].kl.per) == (7.0, "sequence")
+    file.write_text("kl: {target: 6}\n")
+    assert main(["train", "--config", str(file)]) == 2
+    assert f"klamp: {file}: kl.target 6.0 has no unit" in capsys.readouterr().err
+    file.write_text("steps: 3\n")
+    assert main(["train", "--config", str(file), "--kl.target", "0.1"]) == 2
+    assert "--kl.target 0.1 has no unit" in capsys.readouterr().err
+
+
+def test_compare_names_its_own_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "--target", "0.1"]) == 2
+    assert "give --per token, --per sequence (the sum" in capsys.readouterr().err
+
+
+def test_train_names_its_run_and_says_when_there_was_nothing_to_do(
+    config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from klamp.train.settings import to_yaml
+
+    file = tmp_path / "run.yaml"
+    file.write_text(to_yaml(config(steps=2, reward=RewardConfig(functions=("length:4",)))))
+    run = str(tmp_path / "run")
+    assert main(["train", "--config", str(file)]) == 0
+    assert capsys.readouterr().out == f"run: {run}, 2 steps. klamp report {run} draws it\n"
+    assert main(["train", "--config", str(file), "--resume"]) == 0
+    assert "complete: 2 steps were done before. --steps 4 --resume goes on" in capsys.readouterr().out
+    assert main(["train", "--config", str(file), "--resume", "--steps", "3"]) == 0
+    assert capsys.readouterr().out.startswith(f"run: {run}, 3 steps.")
+
+
+def test_a_refused_comparison_claims_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for args, says in [
+        (["--steps", "0"], "--steps must be >= 1"),
+        (["--lr", "0"], "--lr must be > 0"),
+        (["--group-size", "1"], "--group-size must be >= 2"),
+        (["--max-tokens", "0"], "--max-tokens must be >= 1"),
+    ]:
+        assert main(["compare", "--out", str(tmp_path / "out"), *args]) == 2
+        assert says in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_field_given_to_sweep_as_a_flag_is_shown_as_it_is_written_there(capsys: pytest.CaptureFixture[str]) -> None:
+    for args in (["--optim.lr", "3"], ["--optim.lr=3"]):
+        assert main(["sweep", "--over", "kl.beta=1,2", *args]) == 2
+        assert "klamp sweep has no --optim.lr. Write --set optim.lr=3, or" in capsys.readouterr().err
+
+
+def test_help_is_a_word_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert code(["help"]) == 0
+    assert "usage: klamp [-h]" in capsys.readouterr().out
+    assert code(["help", "sweep"]) == 0
+    assert "usage: klamp sweep" in capsys.readouterr().out
+
+
+def test_where_ascii_alone_can_be_printed_the_table_is_printed() -> None:
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-m", "klamp", "audit", "--worlds", "1"], capture_output=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert b"in_loss" in done.stdout
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    words = f"{shlex.quote(sys.executable)} -m klamp audit --worlds 1 | head -n 1 > /dev/null; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", words], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("0\n", "")

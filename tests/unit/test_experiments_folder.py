@@ -39,9 +39,9 @@ def test_a_wrong_setting_is_refused_with_the_way_out(fields: dict[str, Any], mes
 
 def test_a_wrong_run_is_refused_before_its_folder_is_made(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(ConfigError, match="group_size"):
-        run(CompareConfig(group_size=1), out)
-    assert not (out / "runs").exists()
+    with pytest.raises(ConfigError, match="--jobs"):
+        run(CompareConfig(), out, at_once=-1)
+    assert not out.exists()
 
 
 def test_a_folder_of_something_else_is_left_as_it_is(tmp_path: Path) -> None:
@@ -113,6 +113,57 @@ def test_set_and_yaml_change_the_run_that_is_swept(tmp_path: Path) -> None:
     assert [(m.optim.lr, m.seed, m.steps, m.kl.beta) for m in planned] == [
         (lr, seed, 7, 0.5) for lr in (1e-4, 1e-3) for seed in (0, 1)
     ]
+
+
+def test_flags_go_on_top_of_the_file_that_is_swept(tmp_path: Path, words_model: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("steps: 7\nmodel: tiny\nkl: {controller: fixed, beta: 0.3}\n")
+
+    def planned(**fields: Any) -> Any:
+        config = SweepConfig(over=("kl.beta=0.1,0.2",), config=str(file), **fields)
+        return plan(config, Folder(tmp_path))[0][2]
+
+    assert (planned().steps, planned().model) == (7, "tiny")
+    made = planned(steps=3, model=words_model)
+    assert (made.steps, made.model, made.kl.controller) == (3, words_model, "fixed")
+    assert planned(steps=3, set=("steps=5",)).steps == 5
+
+
+@pytest.mark.parametrize(
+    ("over", "assigned", "message"),
+    [
+        (
+            "kl.target=0.02,0.05",
+            ("kl.per=token",),
+            r"kl\.target has no effect: beta is constant.*--set kl\.controller=hold",
+        ),
+        ("kl.horizon=10,100", ("kl.controller=hold",), "hold has no horizon.*--set kl.controller=ziegler"),
+        ("kl.gain=0.1,0.2", (), "--set kl.controller=exponential"),
+        ("kl.clamp_share=0.5,1", (), "there is no clamp"),
+        ("kl.tail=1,5", (), "k1 has no tail"),
+        ("kl.max_weight=1,2", (), "in_advantage has no such weight"),
+        ("algorithm.lam=0.9,1", (), "--set algorithm.name=ppo"),
+        ("lora.rank=4,8", ("full=true",), "without an adapter"),
+        ("keep=1,2", (), "not what is learnt. Sweep another field.$"),
+        ("kl.target=0.02,0.05", (), r"kl\.target=0\.02: kl\.target 0\.02 has no unit.*kl\.per=token.*--set"),
+        ("kl.per=token,sequence", ("kl.target=1", "kl.controller=hold"), "varies kl.per"),
+        ("kl.beta=0.1,0.2", ("kl.beta=0.3",), "--set and --over both give kl.beta"),
+    ],
+)
+def test_sweeping_what_no_run_reads_is_refused(
+    tmp_path: Path, over: str, assigned: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(SweepConfig(over=(over,), set=assigned), Folder(tmp_path))
+
+
+def test_sweeping_what_some_run_reads_is_not(tmp_path: Path) -> None:
+    for over, assigned in [
+        (("kl.target=1,6",), ("kl.per=sequence", "kl.controller=hold")),
+        (("kl.target=0.02,0.05",), ("kl.per=token", "kl.clamp=true")),
+        (("kl.target=0.02,0.05", "kl.controller=hold,fixed"), ("kl.per=token",)),
+    ]:
+        assert len(plan(SweepConfig(over=over, set=assigned), Folder(tmp_path))) >= 2
 
 
 def test_a_wrong_sweep_is_refused_before_anything_runs(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,14 +13,15 @@ import pytest
 from klamp.experiments.compare import Comparison
 from klamp.experiments.figures import Interval
 from klamp.experiments.records import Record, Series
-from klamp.experiments.verdict import judge
+from klamp.experiments.verdict import _no_worse, judge
 
 
 def run(kl: float, reward: float, perplexity: float, seed: int, noise: float = 0.02) -> Record:
     rng = random.Random(f"{kl} {reward} {seed}")
     record = Record(Path("made"), config={"seed": seed})
     for step in range(1, 61):
-        values = {"kl/steered": min(1, step / 10) * kl, "reward/mean": reward, "heldout/perplexity": perplexity}
+        rise = min(1, step / 10)
+        values = {"kl/steered": rise * kl, "reward/mean": rise * reward, "heldout/perplexity": perplexity}
         for key, value in {**values, "kl/beta": 0.04}.items():
             record.series.setdefault(key, Series()).add(step, value * (1 + noise * rng.gauss(0, 1)))
     return record
@@ -71,17 +74,64 @@ def test_without_a_static_arm_the_nearest_is_named() -> None:
     assert "Nearest to the target of 0.05 nats per token was hold" in said.sentence
 
 
-def test_neither_in_band_is_no_win_by_default() -> None:
-    said = judge(comparison(static=(0.03, 0.4, 9.1), hold=(0.01, 0.3, 9.0)))
-    assert said.sentence.startswith("No adaptive arm kept KL closer")
+def test_nobody_in_band_is_said_and_nothing_is_ticked() -> None:
+    made = with_constants(comparison(static=(0.03, 0.4, 9.1), hold=(0.01, 0.3, 9.0), hold_price=(0.02, 0.3, 9.0)))
+    quiet = {name: [run(0.01, 0.3, 9.0, seed) for seed in range(3)] for name in made.constants}
+    said = judge(replace(made, constants=quiet))
+    assert said.sentence.startswith("No run entered the band of 0.8 to 1.2 times 0.05 nats per token within 60 steps")
+    assert "static came nearest, with KL 0.03. Give more steps (--steps)" in said.sentence
     assert said.arms["hold"] == "stays below the band"
+    assert len(said.checks) == 6
+    assert {(c.found, c.holds) for c in said.checks} == {("never in band within 60 steps", None)}
+
+
+def test_nobody_in_band_for_a_kl_that_went_past_it() -> None:
+    said = judge(comparison(static=(9.0, 0.4, 9.1), hold=(8.0, 0.3, 9.0)))
+    assert "hold came nearest, with KL 8" in said.sentence
+    assert said.sentence.endswith("give a lower learning rate (--lr).")
+    assert [c.holds for c in said.checks] == [False, False]
+
+
+def test_a_seed_that_never_entered_keeps_a_promise_from_being_kept() -> None:
+    made = comparison(static=(1.0, 0.9, 18.0), hold=(0.05, 0.5, 9.3))
+    made.arms["hold"][2] = run(0.01, 0.5, 9.3, 2)
+    said = judge(made)
+    assert [c.holds for c in said.checks] == [None, None]
+    assert "2 of 3 seeds entered the band" in said.checks[0].found
+
+
+@pytest.mark.parametrize(
+    ("interval", "margin", "higher", "holds"),
+    [
+        (Interval(0.0437, 0.0232, 0.0641), 0.03, True, True),
+        (Interval(-0.00673, -0.207, 0.194), 0.05 * 9.5, False, True),
+        (Interval(-0.01, -0.02, 0.01), 0.03, True, True),
+        (Interval(0.1, -0.9, 1.1), 0.03, True, None),
+        (Interval(0.1, -0.9, 1.1), 0.03, False, None),
+        (Interval(-0.02, -0.03, -0.01), 0.04, True, False),
+        (Interval(0.2, 0.1, 0.3), 0.04, False, False),
+        (Interval(0.1), 0.03, True, None),
+    ],
+)
+def test_no_worse_is_shown_by_an_interval_that_says_something(
+    interval: Interval, margin: float, higher: bool, holds: bool | None
+) -> None:
+    check = _no_worse("x", interval, margin, higher=higher)
+    assert check.holds is holds
+    wide = holds is None and not math.isnan(interval.low)
+    assert ("too wide to show it: the margin is" in check.found) is wide
+    assert check.found.startswith(str(interval))
+
+
+def with_constants(made: Comparison) -> Comparison:
+    kls = (0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1)
+    constants = {f"beta={k}": [run(k, 0.28 + k**0.5, 9 + 6 * k, s, 0.002) for s in range(3)] for k in kls}
+    return replace(made, constants=constants, oracle="beta=0.05")
 
 
 def test_against_constants_reward_and_perplexity_are_judged_at_equal_kl() -> None:
     made = comparison(static=(1.0, 0.9, 18.0), hold=(0.05, 0.5, 9.3), hold_price=(0.055, 0.5, 9.3))
-    kls = (0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1)
-    constants = {f"beta={k}": [run(k, 0.28 + k**0.5, 9 + 6 * k, s, 0.002) for s in range(3)] for k in kls}
-    made = Comparison(Path("made"), 0.05, "token", made.arms, constants, "beta=0.05", made.reference)
+    made = with_constants(made)
     said = judge(made)
     found = {c.what: c.holds for c in said.checks}
     assert len(found) == 6

@@ -171,6 +171,18 @@ def test_runs_that_differ_in_their_seed_alone_are_one_arm(tmp_path: Path) -> Non
     assert write_runs([c]) == c / "report.html"
 
 
+def test_runs_are_looked_for_where_runs_are_kept_and_nowhere_else(tmp_path: Path) -> None:
+    write_run(tmp_path / "home" / "thesis" / "old" / "attempts" / "run")
+    with pytest.raises(ConfigError, match=r"holds no run.*metrics\.jsonl.*runs/\*/seed-\*"):
+        write_runs([tmp_path / "home"])
+    with pytest.raises(ConfigError, match="is no folder"):
+        write_runs([tmp_path / "nowhere"])
+    for place in ("a/one", "b/arm/seed-0", "c/runs/one", "d/runs/arm/seed-0"):
+        write_run(tmp_path / place)
+        top = tmp_path / place.partition("/")[0]
+        assert write_runs([top]) == top / "report.html"
+
+
 def test_a_folder_without_runs_and_two_units_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no metrics\.jsonl"):
         write_runs([tmp_path])

@@ -196,7 +196,7 @@ def test_no_room_for_a_checkpoint_is_said_before_anything_is_written(
 
 def test_the_base_is_untouched_to_the_bit(trainer: Any, words_model: str) -> None:
     """Ten steps of sampling from merged weights, clamping and adapters off and on leave every base weight alone."""
-    made = trainer(steps=10, save_every=10, optim={"lr": 0.1}, kl={"target": 0.02})
+    made = trainer(steps=10, save_every=10, optim={"lr": 0.1}, kl={"target": 0.02, "per": "token"})
     made.run()
     plain = dict(load_model(words_model).named_parameters())
     own = {

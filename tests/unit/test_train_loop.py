@@ -101,7 +101,9 @@ def test_top_p_draws_only_from_the_nucleus(trainer: Any) -> None:
 
 def test_at_beta_zero_kl_is_measured_and_alarmed_on(trainer: Any) -> None:
     made = trainer(
-        steps=8, optim={"lr": 0.05}, kl={"controller": "fixed", "beta": 0.0, "target": 0.001, "clamp": False}
+        steps=8,
+        optim={"lr": 0.05},
+        kl={"controller": "fixed", "beta": 0.0, "target": 0.001, "per": "token", "clamp": False},
     )
     made.run()
     rows = list(read_jsonl(made.folder.metrics))
@@ -112,7 +114,11 @@ def test_at_beta_zero_kl_is_measured_and_alarmed_on(trainer: Any) -> None:
 
 
 def test_a_limit_works_without_a_target(trainer: Any) -> None:
-    made = trainer(steps=6, optim={"lr": 0.3}, kl={"controller": "fixed", "beta": 0.0, "target": None, "limit": 0.02})
+    made = trainer(
+        steps=6,
+        optim={"lr": 0.3},
+        kl={"controller": "fixed", "beta": 0.0, "target": None, "limit": 0.02, "per": "token"},
+    )
     made.run()
     rows = list(read_jsonl(made.folder.metrics))
     assert sum(row["kl/clamp/effort"] for row in rows) > 0.5
@@ -124,7 +130,11 @@ def test_a_limit_works_without_a_target(trainer: Any) -> None:
 def test_fresh_samples_are_under_the_limit_at_an_absurd_learning_rate(trainer: Any, full: bool) -> None:
     """Every prompt every step, so that batches can be compared; the mean over steps after the first few."""
     made = trainer(
-        full=full, optim={"lr": 0.3}, rollout={"prompts": 12, "group_size": 4}, kl={"target": 0.05}, save_every=100
+        full=full,
+        optim={"lr": 0.3},
+        rollout={"prompts": 12, "group_size": 4},
+        kl={"target": 0.05, "per": "token"},
+        save_every=100,
     )
     kls = [step(made, n).metrics["kl/ref/exact"] for n in range(1, 16)]
     assert sum(kls[4:]) / len(kls[4:]) < 0.055
@@ -133,7 +143,7 @@ def test_fresh_samples_are_under_the_limit_at_an_absurd_learning_rate(trainer: A
 
 @pytest.mark.parametrize("share", [0.5, 0.25])
 def test_the_clamp_may_look_at_a_share(trainer: Any, share: float) -> None:
-    made = trainer(optim={"lr": 0.3}, kl={"target": 0.02, "clamp_share": share})
+    made = trainer(optim={"lr": 0.3}, kl={"target": 0.02, "per": "token", "clamp_share": share})
     for number in range(1, 4):
         metrics = step(made, number).metrics
         assert metrics["kl/clamp/after"] <= metrics["kl/clamp/limit"] * (1 + 1e-6)

@@ -150,7 +150,11 @@ def test_kl_is_to_the_right_weights(trainer: Any, spec: Any, kind: str, full: bo
 def test_the_clamp_holds_at_an_absurd_learning_rate(trainer: Any, spec: Any, kind: str, full: bool) -> None:
     """Own tokens end under the limit they were given, or no higher than they began where they began above it."""
     made = trainer(
-        steps=3, full=full, save_every=1, optim={"lr": 0.5}, kl={"reference": spec(kind), "target": 0.02, "limit": 0.03}
+        steps=3,
+        full=full,
+        save_every=1,
+        optim={"lr": 0.5},
+        kl={"reference": spec(kind), "target": 0.02, "limit": 0.03, "per": "token"},
     )
     effort = 0.0
     for _, _, outcome in steps_of(made):
@@ -166,7 +170,14 @@ def test_far_from_its_reference_a_run_may_come_nearer(trainer: Any, sibling: str
     """A limit below where the run begins stops it from going away, not from coming back."""
     made = trainer(
         rewards=lambda prompts, completions: [0.0] * len(completions),
-        kl={"reference": f"model:{sibling}", "controller": "fixed", "beta": 20.0, "target": None, "limit": 0.01},
+        kl={
+            "reference": f"model:{sibling}",
+            "controller": "fixed",
+            "beta": 20.0,
+            "target": None,
+            "limit": 0.01,
+            "per": "token",
+        },
     )
     for _, _, outcome in steps_of(made):
         m = outcome.metrics

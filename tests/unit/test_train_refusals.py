@@ -17,6 +17,7 @@ from klamp import models
 from klamp.errors import ConfigError
 from klamp.train.config import AlgorithmConfig, KLConfig, RewardConfig, RolloutConfig, TrainConfig
 from klamp.train.loop import Trainer
+from klamp.train.settings import from_dict, from_yaml, to_dict, to_yaml
 from small_model import vocabulary, write_model
 
 
@@ -161,10 +162,53 @@ def test_what_the_configuration_alone_can_tell() -> None:
         (lambda: KLConfig(estimator="exact_forward", placement="in_loss", allow_biased=True), "cannot price it"),
         (lambda: KLConfig(target=None), "kl.target is missing"),
         (lambda: KLConfig(reference="step:many"), "needs a number"),
+        (lambda: KLConfig(reference="base:5"), "base takes nothing after it"),
+        (lambda: KLConfig(reference="lag:0"), r"kl\.reference .lag:0.: StepLag.lag must be >= 1"),
         (lambda: KLConfig(clamp_share=0.0), "clamp_share"),
+        (lambda: KLConfig(target=-1.0, per="token"), r"kl\.target must be > 0.*kl\.controller=fixed"),
+        (lambda: KLConfig(beta=-1.0), r"kl\.beta must be > 0"),
+        (lambda: KLConfig(beta=1e5), r"kl\.beta must lie in \[1e-06, 10000\]"),
+        (lambda: KLConfig(controller="fixed", beta=-1.0), r"kl\.beta must be >= 0.*0 only measures"),
+        (lambda: KLConfig(controller="ziegler", horizon=0), r"kl\.horizon must be > 0"),
+        (lambda: KLConfig(controller="exponential", gain=0), r"kl\.gain must be > 0"),
     ):
         with pytest.raises(ConfigError, match=match):
             make()
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"target": 0.1}, r"kl\.target 0\.1 has no unit.*kl\.per=token"),
+        ({"target": 0.05}, r"kl\.target 0\.05 has no unit"),
+        ({"limit": 0.1}, r"kl\.limit 0\.1 has no unit"),
+        ({"target": 0.1, "per": None}, r"kl\.target 0\.1 has no unit"),
+        ({"per": "sequence"}, r"kl\.per=sequence needs a kl\.target in nats per sequence"),
+        ({"per": None}, r"kl\.per is None"),
+        ({"target": 0.1, "per": "tokens"}, "Did you mean 'token'"),
+    ],
+)
+def test_a_kl_of_ones_own_has_a_unit_of_ones_own(fields: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        KLConfig(**fields)
+    with pytest.raises(ConfigError, match=match):
+        from_dict(TrainConfig, {"kl": fields})
+    with pytest.raises(ConfigError, match=match):
+        replace(KLConfig(), **fields)
+
+
+def test_the_default_pair_stands_and_travels(tmp_path: Path) -> None:
+    """Neither given: 0.05 per token, through replace, YAML and the folder of an older run alike."""
+    assert (KLConfig().target, KLConfig().per) == (0.05, "token")
+    assert KLConfig(per="token") == KLConfig() == replace(KLConfig(), beta=None)
+    assert KLConfig(target=None, controller="fixed", beta=0.1).per == "token"
+    plain = to_dict(KLConfig())
+    assert (type(plain["target"]), type(plain["per"])) == (float, str)
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(TrainConfig()))
+    assert "target: 0.05\n  per: token\n" in file.read_text()
+    assert from_yaml(TrainConfig, file) == TrainConfig()
+    assert replace(from_yaml(TrainConfig, file).kl, target=0.1).per == "token"  # the file gave the unit
 
 
 @pytest.mark.parametrize(

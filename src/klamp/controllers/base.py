@@ -93,9 +93,22 @@ class Controller(Protocol):
         ...
 
 
-def skip(state: S, kl: float) -> S | None:
-    """The state to return when ``kl`` is NaN or infinite: unchanged but for the count. None when ``kl`` is a number."""
+def skip(state: S, kl: float, kind: type[State] = State) -> S | None:
+    """The state to return when ``kl`` is NaN or infinite: unchanged but for the count. None when ``kl`` is a number.
+
+    A ``state`` that is no ``kind`` is refused.
+    """
+    own_state(state, kind)
     return None if math.isfinite(observed(kl)) else replace(state, skipped=state.skipped + 1)
+
+
+def own_state(state: object, kind: type[State]) -> None:
+    """Refuse a state that a controller with states of ``kind`` cannot go on from."""
+    if not isinstance(state, kind):
+        raise ConfigError(
+            f"state must be a {kind.__name__}, got {shown(state, 80)}. Start with the init() of the controller that "
+            "is updated; a saved state goes to the kind of controller that saved it."
+        )
 
 
 def observed(kl: object) -> float:
@@ -123,12 +136,10 @@ def clip(x: float, low: float, high: float) -> float:
 def check_target(name: str, target: object, per: object) -> None:
     """A controller's target is a positive number with a unit."""
     unit: Unit = check_unit(f"{name}.per", per)
-    require_number(
-        f"{name}.target",
-        target,
-        above=0,
-        way_out=f"It is a KL in nats per {unit}; for a constant coefficient use Fixed(beta=...).",
-    )
+    way_out = f"It is a KL in nats per {unit}; for a constant coefficient use Fixed(beta=...)."
+    if isinstance(target, str | bytes | bytearray):  # float() would read it, and arithmetic later fail on it
+        raise ConfigError(f"{name}.target must be a number, got {shown(target)}. {way_out}")
+    require_number(f"{name}.target", target, above=0, way_out=way_out)
 
 
 def check_bounds(name: str, bounds: Bounds | None, *, around: float | None = None, field: str = "init_beta") -> None:

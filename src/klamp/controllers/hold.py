@@ -206,7 +206,7 @@ class Hold:
         by ``exp(-effort)`` and reads the climb that made it necessary. One that is no positive number counts as 0.
         ``n`` is not used: the noise of a reading is estimated from the readings.
         """
-        left_out = skip(state, kl)
+        left_out = skip(state, kl, HoldState)
         if left_out is not None:
             return left_out
         effort = effort if math.isfinite(effort) and effort > 0 else 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from klamp.controllers.base import Controller, State, observed
+from klamp.controllers.base import Controller, State, observed, own_state
 from klamp.errors import ConfigError
 
 
@@ -16,7 +16,9 @@ class Stateful:
 
     def __init__(self, controller: Controller, state: State | None = None) -> None:
         self.controller = controller
-        self.state = controller.init() if state is None else state
+        fresh = controller.init()
+        own_state(fresh if state is None else state, type(fresh))
+        self.state = fresh if state is None else state
 
     @property
     def value(self) -> float:

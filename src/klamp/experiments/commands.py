@@ -47,8 +47,8 @@ def sweep(
     set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = (),
     config: Path | None = None,
     seeds: int = 1,
-    model: str = "tiny",
-    steps: int = 20,
+    model: str | None = None,
+    steps: int | None = None,
     heldout: str | None = None,
     out: str = "runs/sweep",
     engine: Literal["local", "ray"] = "local",
@@ -56,15 +56,15 @@ def sweep(
 ) -> None:
     """Train once for every value of one field, or every combination of several, and draw the reward-KL frontier.
 
-    Without --config and --set: a constant beta, k1 in the advantage, the base as reference, no clamp.
+    Without --config and --set: a constant beta, k1 in the advantage, held to step 0, no clamp.
 
     Args:
         over: field=START:STOP:COUNT, field=START:STOP:COUNT:log or field=A,B,C; repeat it for a grid.
         set: field=value for every run; repeat it for several.
-        config: YAML file of a training run to start from, in place of the plan above.
+        config: YAML file of a training run to start from, in place of the plan above; flags go on top of it.
         seeds: Seeds of every combination.
-        model: A built-in name (tiny, smollm2), a folder or a Hub id.
-        steps: Steps of every run.
+        model: A built-in name (tiny, smollm2), a folder or a Hub id. None: that of --config, or tiny.
+        steps: Steps of every run. None: those of --config, or 20.
         heldout: Text file for held-out perplexity, one passage a line.
         out: Folder of the sweep.
         engine: Processes on this machine, or a Ray cluster (pip install 'klamp[ray]').

@@ -47,8 +47,9 @@ def run(config: CompareConfig, out: str | Path, *, at_once: int = 0) -> Comparis
     """Every arm and seed, those already finished left alone; then what is on disk, read back."""
     folder = Folder(out)
     chosen = arm_set.parse(config.arms, config.static_beta)
+    pool.check_asked(at_once)
+    _check_runs(config, chosen, folder)
     with folder.claimed("compare", asdict(config), may_grow=MAY_GROW):
-        _check_runs(config, chosen, folder)
         _reference(config, chosen[0], folder)
         # The clamp's arm takes longest and comes last in the list: begun first, it does not run on alone at the end.
         _train(config, folder, [(arm, seed) for seed in range(config.seeds) for arm in reversed(chosen)], at_once)

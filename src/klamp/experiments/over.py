@@ -7,7 +7,6 @@ field=A,B,C                   a list
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import re
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 
 from klamp.errors import ConfigError, unknown
 from klamp.train.config import TrainConfig
-from klamp.train.settings import convert, from_dict, to_dict
+from klamp.train.settings import convert, fields_of, from_dict
 
 MOST = 10_000
 """Runs of one sweep; more is a slip of the finger."""
@@ -68,14 +67,14 @@ def grid(axes: Sequence[Axis]) -> list[dict[str, Any]]:
 
 def apply(base: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
     """``base`` with dotted fields replaced, checked as a whole."""
-    nested = to_dict(base)
+    nested: dict[str, Any] = {}
     for field, value in changes.items():
         part = nested
         *parents, leaf = field.split(".")
         for parent in parents:
-            part = part[parent]
-        part[leaf] = list(value) if isinstance(value, tuple) else value
-    return from_dict(TrainConfig, nested, where="sweep")
+            part = part.setdefault(parent, {})
+        part[leaf] = value
+    return from_dict(TrainConfig, nested, over=base, where="sweep")
 
 
 def assignment(expression: str) -> tuple[str, Any]:
@@ -102,18 +101,11 @@ def _text(value: Any) -> str:
 
 def _field(expression: str, piece: Piece) -> tuple[str, Any]:
     """The field's dotted name and its type."""
-    kinds = {n: k for n, k in _kinds(TrainConfig) if n not in NOT_SWEPT}
+    kinds = {n: k for n, k in fields_of(TrainConfig) if n not in NOT_SWEPT}
     if piece.text not in kinds:
         error = unknown("field", piece.text, kinds)
         raise ConfigError(f"--over: {error}\n{_point(expression, piece)}")
     return piece.text, kinds[piece.text]
-
-
-def _kinds(cls: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for name, kind in typing.get_type_hints(cls).items():
-        found += _kinds(kind, f"{prefix}{name}.") if dataclasses.is_dataclass(kind) else [(f"{prefix}{name}", kind)]
-    return found
 
 
 def _numeric(kind: Any) -> bool:

@@ -71,6 +71,15 @@ class CompareConfig:
 
     def __post_init__(self) -> None:
         require_number("--seeds", self.seeds, at_least=1, way_out="3 is usual; one gives no interval.")
+        require_number("--steps", self.steps, at_least=1, way_out="It counts optimiser steps; 60 is usual.")
+        for name in ("prompts_per_step", "max_tokens"):
+            flag = f"--{name.replace('_', '-')}"
+            require_number(flag, getattr(self, name), at_least=1, way_out="It is a count.")
+        least = 2 if self.algorithm == "grpo" else 1
+        way_out = "GRPO compares completions of one prompt; --algorithm ppo does not."
+        require_number("--group-size", self.group_size, at_least=least, way_out=way_out)
+        if self.lr is not None:
+            require_number("--lr", self.lr, above=0, way_out="Leave it out for a usual one.")
         arm_set.parse(self.arms, self.static_beta)
         if self.target is None and self.per not in (None, "token"):
             raise ConfigError(f"--per {self.per} needs a --target in nats per {self.per}.")

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from klamp.errors import KlampError
+from klamp.errors import KlampError, require_number
 from klamp.experiments.jobs import Job
 from klamp.experiments.progress import Progress
 
@@ -38,6 +38,11 @@ class Stopped(BaseException):
 def cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_asked(asked: int) -> None:
+    """Refuse a number of processes that is none."""
+    require_number("--jobs", asked, at_least=0, way_out="It is the number of runs at a time; 0 for one a core.")
 
 
 def processes(asked: int, jobs: int) -> int:

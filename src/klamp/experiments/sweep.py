@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from klamp import models
 from klamp.errors import ConfigError, require_number
-from klamp.experiments import jobs, over, pool, records
+from klamp.experiments import effect, jobs, over, pool, records
 from klamp.experiments.figures import Figures, figures
 from klamp.experiments.folder import Folder
 from klamp.experiments.jobs import Job
@@ -25,14 +25,14 @@ Engine = Literal["local", "ray"]
 
 @dataclass(frozen=True, kw_only=True)
 class SweepConfig:
-    """A sweep: the expressions, and the run they vary."""
+    """A sweep: the expressions, and the run they vary. What is given here wins over ``config``."""
 
     over: tuple[str, ...]
     set: tuple[str, ...] = ()
     config: str | None = None
     seeds: int = 1
-    model: str = "tiny"
-    steps: int = 20
+    model: str | None = None
+    steps: int | None = None
     heldout: str | None = None
 
     def __post_init__(self) -> None:
@@ -42,19 +42,33 @@ class SweepConfig:
         if self.heldout is not None and not Path(self.heldout).is_file():
             raise ConfigError(f"--heldout {self.heldout!r} is not a file. Give a text file, one passage a line.")
 
+        if self.config is None:  # written down as what they come to
+            object.__setattr__(self, "model", self.model or "tiny")
+            object.__setattr__(self, "steps", 20 if self.steps is None else self.steps)
+
     def base(self) -> TrainConfig:
-        """The run that is varied: a constant beta, k1 in the advantage, held to the base; or what ``config`` says."""
-        lr = 1.5e-3 if self.model == "tiny" else 5e-4
-        kl = KLConfig(controller="fixed", beta=0.04, estimator="k1", placement="in_advantage", clamp=False)
-        made = TrainConfig(model=self.model, steps=self.steps, kl=replace(kl, reference="step:0"), keep=1)
-        made = replace(made, optim=OptimConfig(lr=lr), sample_every=max(1, self.steps))
-        if self.config is not None:
-            made = from_yaml(TrainConfig, self.config)
-        return over.apply(made, dict(over.assignment(text) for text in self.set))
+        """The run that is varied: a constant beta, k1 in the advantage, held to step 0; or what ``config`` says."""
+        if self.config is None:
+            return _plan(self.model or "tiny", self.steps or 0)
+        made = from_yaml(TrainConfig, self.config)
+        return replace(made, model=self.model or made.model, steps=made.steps if self.steps is None else self.steps)
+
+    def assigned(self) -> dict[str, Any]:
+        """The fields of ``set``, the same for every run."""
+        return dict(over.assignment(text) for text in self.set)
 
     def points(self) -> list[dict[str, Any]]:
         """The fields that vary, a dictionary for each combination."""
         return over.grid([over.parse(text) for text in self.over])
+
+
+def _plan(model: str, steps: int) -> TrainConfig:
+    """ART's own test plan."""
+    kl = KLConfig(
+        controller="fixed", beta=0.04, estimator="k1", placement="in_advantage", clamp=False, reference="step:0"
+    )
+    lr = 1.5e-3 if model == "tiny" else 5e-4
+    return TrainConfig(model=model, steps=steps, kl=kl, keep=1, optim=OptimConfig(lr=lr), sample_every=max(1, steps))
 
 
 @dataclass(frozen=True)
@@ -96,6 +110,7 @@ def pareto(points: Sequence[Point]) -> list[Point]:
 def run(config: SweepConfig, out: str | Path, *, engine: Engine = "local", at_once: int = 0) -> Sweep:
     """Every combination and seed, those already finished left alone; then what is on disk, read back."""
     folder = Folder(out)
+    pool.check_asked(at_once)
     planned = plan(config, folder)
     models.resolve(planned[0][2].model) if planned[0][2].model != "smollm2" else None
     data.load(planned[0][2].prompts, planned[0][2].model)
@@ -121,32 +136,56 @@ def run(config: SweepConfig, out: str | Path, *, engine: Engine = "local", at_on
 
 def plan(config: SweepConfig, folder: Folder) -> list[tuple[str, dict[str, Any], TrainConfig]]:
     """(label, what varies, configuration) of every run, all of them checked."""
-    base, planned = config.base(), []
-    for n, changes in enumerate(config.points()):
+    base, assigned, planned = config.base(), config.assigned(), []
+    points = config.points()
+    twice = [field for field in assigned if field in points[0]]
+    if twice:
+        raise ConfigError(f"--set and --over both give {twice[0]}. Leave it out of --set.")
+    for n, changes in enumerate(points):
         label = over.label(changes)
-        made = over.apply(base, changes)
+        made = _made(base, {**assigned, **changes})
         home = folder.runs / over.folder(changes, n)
         # A seed that is swept over is the point's own; otherwise every point has the same few.
         seeds = [made.seed] if "seed" in changes else range(made.seed, made.seed + config.seeds)
         planned += [(label, changes, replace(made, seed=s, run=str(home / f"seed-{s}"))) for s in seeds]
+    for field in points[0]:
+        if len(points) > 1:
+            _check_effect(field, [made for _, _, made in planned])
     if len({_model(made) for _, _, made in planned}) > 1:
         raise ConfigError(
             "--over varies model or prompts; held-out text and references would differ. Sweep them apart."
         )
+    if len({made.kl.per for _, _, made in planned}) > 1:
+        raise ConfigError("--over varies kl.per; KLs in several units are not on one axis. Sweep them apart.")
     return planned
+
+
+def _made(base: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
+    try:
+        return over.apply(base, changes)
+    except ConfigError as error:
+        raise ConfigError(f"{over.label(changes)}: {error} Fields go into --set, one at a time.") from None
+
+
+def _check_effect(field: str, runs: list[TrainConfig]) -> None:
+    """Refuse to vary what no run of the sweep reads: all its points would be one and the same."""
+    found = [effect.idle(field, made) for made in runs]
+    if all(found):
+        why, setting = next(reason for reason in found if reason)
+        way_out = f", or add --set {setting}" if setting else ""
+        raise ConfigError(f"--over {field} has no effect: {why}. Sweep another field{way_out}.")
 
 
 def load(config: SweepConfig, folder: Folder) -> Sweep:
     """The sweep on disk."""
     grouped: dict[str, tuple[dict[str, Any], list[records.Record]]] = {}
-    first: TrainConfig | None = None
-    for label, changes, made in plan(config, folder):
-        first = first or made
+    planned = plan(config, folder)
+    for label, changes, made in planned:
         grouped.setdefault(label, (changes, []))[1].append(records.read(Path(made.run)))
-    assert first is not None, "a grid has at least one run"
-    target = first.kl.target
+    targets = {made.kl.target for _, _, made in planned}
+    target = targets.pop() if len(targets) == 1 else None
     points = [Point(name, c, runs, figures(name, runs, target)) for name, (c, runs) in grouped.items()]
-    return Sweep(folder.path, points, target, first.kl.per or "token", jobs.read_reference(folder.reference))
+    return Sweep(folder.path, points, target, planned[0][2].kl.per or "token", jobs.read_reference(folder.reference))
 
 
 def table(found: Sweep) -> Any:

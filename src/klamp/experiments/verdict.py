@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 
 from klamp.experiments.arms import ADAPTIVE, ORACLE
 from klamp.experiments.compare import Comparison
-from klamp.experiments.figures import Figures, Interval, at_equal_kl, paired, paired_ratio
+from klamp.experiments.figures import BAND, Figures, Interval, at_equal_kl, paired, paired_ratio
 
 DEGRADED = 1.25
 """Held-out perplexity, in the reference's, above which a policy's English has suffered."""
 GONE = 10.0
 """And above which there is no English left."""
+REWARD_MARGIN, ENGLISH_MARGIN = 0.1, 0.05
+"""How far an interval may reach to the wrong side and still show "no worse": as a share of the reward that the arm
+gained since its first step, and of the reference's held-out perplexity."""
 
 
 @dataclass(frozen=True)
@@ -66,36 +70,79 @@ def verdict(found: Figures, target: float, reference_perplexity: float) -> str:
 
 
 def checks(comparison: Comparison, rows: dict[str, Figures]) -> list[Check]:
-    """The figures klamp promises, as they came out."""
-    found = []
-    if "hold" in rows:
-        hold = rows["hold"]
-        found.append(Check("hold in band ≥ 95 % from first entry", _percent(hold.in_band), hold.in_band >= 0.95))
-        found.append(Check("hold never above 1.2 × target", f"{hold.highest:.2f} ×", hold.highest <= 1.2))
-    if "hold-price" in rows:
-        price = rows["hold-price"]
-        if ORACLE in rows:
-            gap = 100 * (price.in_band - rows[ORACLE].in_band)
-            found.append(Check("hold-price within 5 points of the oracle", f"{gap:+.1f} points", gap >= -5))
-        found.append(Check("hold-price never above 2 × target", f"{price.highest:.2f} ×", price.highest <= 2))
-    if "hold" in rows and comparison.constants:
-        found += _against_constants(comparison)
+    """The figures klamp promises, as they came out; one that rests on no step in the band cannot be told."""
+    found, never = [], f"never in band within {_steps(comparison)}"
+    hold, price, oracle = rows.get("hold"), rows.get("hold-price"), rows.get(ORACLE)
+    if hold is not None:
+        inside = never if math.isnan(hold.in_band) else _percent(hold.in_band)
+        found.append(_held("hold in band ≥ 95 % from first entry", inside, hold, holds=hold.in_band >= 0.95))
+        found.append(_held("hold never above 1.2 × target", _times(hold, never), hold, holds=hold.highest <= 1.2))
+    if price is not None and oracle is not None:
+        gap = 100 * (price.in_band - oracle.in_band)
+        told = not math.isnan(gap)
+        shown = f"{gap:+.1f} points" if told else never
+        found.append(Check("hold-price within 5 points of the oracle", shown, gap >= -5 if told else None))
+    if price is not None:
+        found.append(_held("hold-price never above 2 × target", _times(price, never), price, holds=price.highest <= 2))
+    if hold is not None and comparison.constants:
+        found += _against_constants(comparison, hold)
     return found
 
 
-def _against_constants(comparison: Comparison) -> list[Check]:
+def _held(what: str, found: str, arm: Figures, *, holds: bool) -> Check:
+    """A promise that begins with the band: kept only if every seed entered it, and broken by a KL far above it."""
+    if arm.entered == arm.seeds or ((arm.entered or arm.highest > 1) and not holds):
+        return Check(what, found, holds)
+    entered = f", but {arm.entered} of {arm.seeds} seeds entered the band" if arm.entered else ""
+    return Check(what, found + entered, None)
+
+
+def _against_constants(comparison: Comparison, hold: Figures) -> list[Check]:
+    reward, perplexity = (
+        "reward of hold no lower than a constant's at its KL",
+        "held-out perplexity no higher, likewise",
+    )
+    if hold.entered == 0:
+        return [Check(what, f"never in band within {_steps(comparison)}", None) for what in (reward, perplexity)]
     ours, constants = comparison.arms["hold"], list(comparison.constants.values())
-    reward = at_equal_kl(ours, constants, "reward/mean")
-    perplexity = at_equal_kl(ours, constants, "heldout/perplexity")
+    gained = max(hold.reward - _first(comparison, "reward/mean"), 0.0)
+    english = float(comparison.reference["perplexity"]["heldout"])
+    lower = at_equal_kl(ours, constants, "heldout/perplexity")
     return [
-        Check("reward of hold no lower than a constant's at its KL", str(reward), _not_below(reward)),
-        Check("held-out perplexity no higher, likewise", str(perplexity), _not_below(_minus(perplexity))),
+        _no_worse(reward, at_equal_kl(ours, constants, "reward/mean"), REWARD_MARGIN * gained),
+        _no_worse(perplexity, lower, ENGLISH_MARGIN * english, higher=False),
     ]
+
+
+def _no_worse(what: str, found: Interval, margin: float, *, higher: bool = True) -> Check:
+    """Broken where the interval lies wholly on the wrong side; not shown where it reaches there by over ``margin``."""
+    good = found if higher else _minus(found)
+    if math.isnan(good.high) or good.high < 0 or good.low >= -margin:
+        return Check(what, str(found), None if math.isnan(good.high) else good.high >= 0)
+    edge = -margin if higher else margin
+    return Check(what, f"{found}, too wide to show it: the margin is {edge:+.2g}", None)
+
+
+def _first(comparison: Comparison, key: str) -> float:
+    """A figure at the first step, which every arm takes with the reference's weights."""
+    firsts = [run.get(key).values[:1] for runs in comparison.arms.values() for run in runs]
+    return fmean([value for first in firsts for value in first] or [math.nan])
+
+
+def _steps(comparison: Comparison) -> str:
+    steps = max((run.last_step for runs in comparison.arms.values() for run in runs), default=0)
+    return f"{steps} {'step' if steps == 1 else 'steps'}"
+
+
+def _times(arm: Figures, never: str) -> str:
+    return never if not arm.entered and arm.highest <= 1 else f"{arm.highest:.2f} ×"
 
 
 def sentence(comparison: Comparison, rows: dict[str, Figures]) -> str:
     """The finding in one sentence: the adaptive arm nearest its target beside the static one."""
     near = partial(_closeness, target=comparison.target)
+    if not any(row.entered for row in rows.values()):
+        return _nobody(comparison, max(rows.values(), key=near))
     adaptive = [rows[a] for a in ADAPTIVE if a in rows]
     if not adaptive or "static" not in rows:
         best = max(rows.values(), key=near)
@@ -117,6 +164,18 @@ def sentence(comparison: Comparison, rows: dict[str, Figures]) -> str:
     return (
         f"{opening} ({_band(ours)}, against {_band(static)} with beta {static.beta:g}); its held-out perplexity was "
         f"{english} and its reward {_compared(reward)}{_trade(reward, bool(gone) or perplexity.high < 0)}."
+    )
+
+
+def _nobody(comparison: Comparison, nearest: Figures) -> str:
+    """That no run entered the band, and what to do: there is nothing yet to compare."""
+    way_out = "Give more steps (--steps) or a higher learning rate (--lr)"
+    if nearest.kl > comparison.target:
+        way_out = "KL went past it at once: give a lower learning rate (--lr)"
+    return (
+        f"No run entered the band of {1 - BAND:g} to {1 + BAND:g} times {_target(comparison)} within "
+        f"{_steps(comparison)}, so there is no telling how well KL is held; {nearest.arm} came nearest, with KL "
+        f"{nearest.kl:.3g}. {way_out}."
     )
 
 
@@ -177,8 +236,3 @@ def _percent(x: float) -> str:
 
 def _minus(x: Interval) -> Interval:
     return Interval(-x.mean, -x.high, -x.low)
-
-
-def _not_below(x: Interval) -> bool | None:
-    """False only where the whole interval is below 0; None where there is none."""
-    return None if math.isnan(x.high) else x.high >= 0

@@ -19,6 +19,9 @@ from klamp.report.page import render
 from klamp.report.view import View, make_arm
 from klamp.train.runs import atomic_text
 
+METRICS = "metrics.jsonl"
+PLACES = ("*", "*/seed-*", "runs/*", "runs/*/seed-*")
+"""Where below a folder its runs may be; nothing deeper is looked through."""
 UNSHOWN = ("format", "kind", "run", "resume", "skip_damaged")
 
 
@@ -140,12 +143,17 @@ def _write(view: View, page: Path) -> Path:
 
 
 def _runs(path: Path) -> list[Path]:
-    """The run in ``path``, or all runs below it."""
-    if (path / "metrics.jsonl").is_file():
+    """The run in ``path``, or those where a folder of runs, a compare or a sweep keeps them."""
+    if not path.is_dir():
+        raise ConfigError(f"{str(path)!r} is no folder. Give the folder of a run, a compare or a sweep.")
+    if (path / METRICS).is_file():
         return [path]
-    found = sorted(p.parent for p in path.rglob("metrics.jsonl")) if path.is_dir() else []
+    found = sorted({file.parent for place in PLACES for file in path.glob(f"{place}/{METRICS}")})
     if not found:
-        raise ConfigError(f"{str(path)!r} holds no metrics.jsonl. Give the folder of a run, a compare or a sweep.")
+        raise ConfigError(
+            f"{str(path)!r} holds no run: there is no {METRICS} in it, nor in {', '.join(PLACES)} below it. Give the "
+            "folder of a run, a compare or a sweep."
+        )
     return found
 
 

@@ -5,28 +5,56 @@ All checks that can be made without loading anything are made here, when the obj
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from klamp.controllers import Controller, Doubling, Exponential, Fixed, Hold, Ziegler
-from klamp.errors import ConfigError, require_number, unknown
-from klamp.masked import Unit, check_unit
+from klamp.errors import ConfigError, require_number, shown, unknown
+from klamp.masked import UNITS, Unit
 from klamp.placements import check
 from klamp.references import parse
 
 NOT_PRICED = ("exact_forward", "top_k_exact", "fitted")
 """Estimators that are no function of a token's own two log-probs, other than the exact KL."""
 ControllerName = Literal["hold", "ziegler", "exponential", "doubling", "fixed"]
+STEERS = {"hold": Hold, "ziegler": Ziegler, "exponential": Exponential, "doubling": Doubling}
+
+
+@contextlib.contextmanager
+def _named(prefix: str) -> Iterator[None]:
+    """Errors about ``reference`` become errors about ``kl.reference``."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{prefix}{error}") from None
+
+
+class Presumed:
+    """Marks a default that nobody gave: a target of one's own goes with no presumed unit, nor a unit with no target."""
+
+
+class _Target(Presumed, float):
+    pass
+
+
+class _Unit(Presumed, str):
+    pass
+
+
+TOKEN = cast(Unit, _Unit("token"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class KLConfig:
     """How KL is measured, priced, steered and clamped."""
 
-    target: float | None = 0.05
-    """KL to hold, in nats per `per`. None: no target, beta stays where it is."""
-    per: Unit | None = "token"
-    """Unit of the target and of the KL that steers: token, sequence or sequence_mean."""
+    target: float | None = _Target(0.05)
+    """KL to hold, in nats per `per`, which must be given with it. None: no target, beta stays where it is."""
+    per: Unit | None = TOKEN
+    """Unit of target, limit and the KL that steers: token, sequence (its sum) or sequence_mean (its mean)."""
     controller: ControllerName = "hold"
     """What steers beta: hold, ziegler, exponential, doubling or fixed."""
     beta: float | None = None
@@ -59,8 +87,14 @@ class KLConfig:
     """Log-ratio beyond which k2 and k3 go on linearly."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reference", str(parse(self.reference)))
-        pair = check(self.estimator, self.placement, allow_biased=self.allow_biased)
+        with _named("kl."):
+            object.__setattr__(self, "reference", str(parse(self.reference)))
+            pair = check(self.estimator, self.placement, allow_biased=True)
+        if not (pair.accepted or self.allow_biased):
+            raise ConfigError(
+                f"kl.estimator={pair.estimator} with kl.placement={pair.placement} descends {pair.on_policy}. "
+                f"Use {pair.instead}, or kl.allow_biased=true to reproduce another system."
+            )
         # Other systems' names (full, mse, loss) are accepted and written down as klamp's own.
         object.__setattr__(self, "estimator", pair.estimator)
         object.__setattr__(self, "placement", pair.placement)
@@ -75,8 +109,7 @@ class KLConfig:
                 f"kl.source='sample' goes with k1 in_advantage only, not with {pair.estimator} {pair.placement}. "
                 "Leave it at current_learner."
             )
-        if self.target is not None or self.controller != "fixed":
-            check_unit("kl.per", self.per)
+        self._check_unit()
         if self.target is None and self.controller != "fixed":
             raise ConfigError(
                 f"kl.target is missing for kl.controller={self.controller!r}. Give a target in nats per "
@@ -90,7 +123,47 @@ class KLConfig:
             raise ConfigError(
                 f"kl.clamp_share must be in (0, 1], got {self.clamp_share!r}. 1.0 measures every sequence."
             )
+        self._check_numbers()
         self.make_controller()
+
+    def _check_unit(self) -> None:
+        """A KL of one's own has a unit of one's own: 0.05 per token and 0.05 per sequence are different wishes."""
+        units = "kl.per=token, kl.per=sequence (the sum over a sequence) or kl.per=sequence_mean"
+        own = {"kl.target": self.target, "kl.limit": self.limit}
+        for name, value in own.items():
+            if value is not None and not isinstance(value, Presumed) and isinstance(self.per, Presumed | None):
+                raise ConfigError(f"{name} {shown(value)} has no unit: nats per what? Add {units}.")
+        if self.per not in (*UNITS, None):
+            raise unknown("kl.per", self.per, UNITS)
+        if self.per is None and (self.target is not None or self.controller != "fixed"):
+            raise ConfigError(f"kl.per is None, and a KL has a unit. Give {units}.")
+        if type(self.target) is _Target and self.per != "token":
+            raise ConfigError(
+                f"kl.per={self.per} needs a kl.target in nats per {self.per}: the target of 0.05, which holds where "
+                "none is given, is per token."
+            )
+
+    def _check_numbers(self) -> None:
+        """What the controllers check too, in the words of the configuration."""
+        if self.target is not None:
+            way_out = f"It is a KL in nats per {self.per}; for a constant price use kl.controller=fixed with kl.beta."
+            require_number("kl.target", self.target, above=0, way_out=way_out)
+        if self.controller == "fixed":
+            require_number("kl.beta", self.beta, at_least=0, way_out="A price is never negative; 0 only measures.")
+        elif self.beta is not None:
+            require_number(
+                "kl.beta", self.beta, above=0, way_out="It is the first price; leave it out for a usual one."
+            )
+        if self.controller == "ziegler":
+            require_number("kl.horizon", self.horizon, above=0, way_out="It is counted in sequences; 10000 is usual.")
+        if self.controller == "exponential":
+            require_number("kl.gain", self.gain, above=0, way_out="It is per nat; 0.1 is usual.")
+        low, high = getattr(STEERS.get(self.controller), "bounds", None) or (0.0, math.inf)
+        if self.beta is not None and not low <= self.beta <= high:
+            raise ConfigError(
+                f"kl.beta must lie in [{low:g}, {high:g}] for kl.controller={self.controller}, got {self.beta!r}. "
+                "Give another, or use kl.controller=fixed."
+            )
 
     def make_controller(self) -> Controller:
         """The controller these settings describe."""

@@ -23,7 +23,9 @@ def to_dict(config: Any) -> dict[str, Any]:
     def plain(x: Any) -> Any:
         if isinstance(x, Mapping):
             return {k: plain(v) for k, v in x.items()}
-        return [plain(v) for v in x] if isinstance(x, tuple | list) else x
+        if isinstance(x, tuple | list):
+            return [plain(v) for v in x]
+        return next((kind(x) for kind in (float, str) if isinstance(x, kind)), x)  # presumed ones are subclasses
 
     return typing.cast(dict[str, Any], plain(dataclasses.asdict(config)))
 
@@ -38,7 +40,12 @@ def to_yaml(config: Any) -> str:
 def from_yaml(cls: type[T], path: str | Path, *, over: T | None = None) -> T:
     """The configuration in a YAML file, its missing fields taken from ``over`` or the defaults."""
     data = load_yaml(path)
-    return from_dict(cls, {} if data is None else data, over=over, where=str(path))
+    try:
+        return from_dict(cls, {} if data is None else data, over=over, where=str(path))
+    except ConfigError as error:
+        if str(error).startswith(f"{path}: "):
+            raise
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def load_yaml(path: str | Path) -> Any:
@@ -109,6 +116,15 @@ def from_dict(cls: type[T], data: object, *, over: T | None = None, where: str =
     return cls(**values)
 
 
+def fields_of(cls: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    """(dotted name, type) of every field, those of the parts included."""
+    found: list[tuple[str, Any]] = []
+    for name, kind in typing.get_type_hints(cls).items():
+        parts = fields_of(kind, f"{prefix}{name}.") if dataclasses.is_dataclass(kind) else [(f"{prefix}{name}", kind)]
+        found += parts
+    return found
+
+
 def convert(name: str, value: Any, kind: Any, where: str = "config") -> Any:
     """``value`` as ``kind``: numbers widen, lists become tuples, everything else must already fit."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
@@ -118,7 +134,8 @@ def convert(name: str, value: Any, kind: Any, where: str = "config") -> Any:
                 return convert(name, value, option, where)
             except ConfigError:
                 continue
-        raise _mismatch(name, value, kind, where)
+        choices = [str(a) for option in args if typing.get_origin(option) is typing.Literal for a in option.__args__]
+        raise unknown(f"{where}: {name}", value, choices) if choices else _mismatch(name, value, kind, where)
     if origin is typing.Literal:
         if value in args and not isinstance(value, bool):
             return value
