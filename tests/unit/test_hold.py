@@ -139,9 +139,7 @@ def test_a_kl_that_carries_on_is_neither_overshot_nor_chased(momentum: float) ->
     runs = [follow(Hold(0.05, "token"), carrying(seed, momentum), 60, told(0.34))[0] for seed in range(20)]
     entered = [run[next(t for t, kl in enumerate(run) if abs(kl - 1) <= 0.2) :] for run in runs]
     inside = [abs(kl - 1) <= 0.2 for run in entered for kl in run]
-    assert fmean(inside) > 0.8, "0.85 and 0.93 here; the direct model alone 0.76 and 0.64, the best constant 0.83 and 0.85"
-        "0.85 and 0.93 here; 0.76 and 0.64 for the direct model alone, 0.83 and 0.85 for the best constant"
-    )
+    assert fmean(inside) > 0.8, "0.85 and 0.93 here; direct model alone 0.76 and 0.64, best constant 0.83 and 0.85"
 
 
 def test_which_of_the_two_a_plant_is_shows() -> None:
