@@ -13,6 +13,11 @@ from klamp.controllers import Controller, Hold, HoldState, State
 from klamp.monitor import Alarm, Monitor
 from klamp.plain import from_plain
 from klamp.train.config import KLConfig
+from klamp.train.reading import Reading
+
+FAR = 4.0
+"""How many times a KL must fit under the limit to be far from it: twice the displacement. A share of four sequences
+that reads KL a third too low is within that by far, and what it might miss the next batch reads in full."""
 
 
 class Steering:
@@ -28,6 +33,8 @@ class Steering:
         """What the clamp found and did in the step before."""
         self.limit: float | None = None
         """The limit on own tokens that the last step was held to."""
+        self.share = 1.0
+        """Share of its sequences on which the last step was measured."""
         self.monitor = Monitor(config.target, config.per, bounds=getattr(self.controller, "bounds", None))
 
     def start(self, spread: float, length: float) -> None:
@@ -58,10 +65,15 @@ class Steering:
         self.gauge_state = replace(self.gauge_state, level=0.0, reading=0.0)
         self.last = None
 
+    def far(self, kl: float) -> bool:
+        """Whether ``kl`` on own tokens is far below the limit; one that cannot be measured is not."""
+        limit = self.config.clamp_limit
+        return limit is not None and FAR * kl < min(limit, self.gauge.limit(self.gauge_state, limit, kl))
+
     def clamp(
-        self, measure: Callable[[], float], scale: Callable[[float], None], *, origin_kl: float = 0.0
+        self, reading: Reading, scale: Callable[[float], None], kl: float, *, origin_kl: float = 0.0
     ) -> Clamped | None:
-        """Hold KL under the limit after an update; None without a limit.
+        """Hold KL under the limit after an update that began at ``kl``; None without a limit.
 
         ``origin_kl`` is the KL where the displacement is zero: 0 at the reference, the KL before the step where that is
         backtracked. A step that starts above the limit may end no higher than it began: it can only come nearer.
@@ -69,12 +81,13 @@ class Steering:
         limit = self.config.clamp_limit
         if limit is None:
             return None
-        own = measure()
+        own = reading.first(kl, self.far)
+        self.share = reading.share
         self.limit = self.gauge.limit(self.gauge_state, limit, own)
         if origin_kl >= self.limit:
-            self.last = no_farther(measure, scale, origin_kl)
+            self.last = no_farther(reading, scale, origin_kl)
         else:
-            self.last = clamp_kl(measure, scale, self.limit, kl=own, origin_kl=origin_kl)
+            self.last = clamp_kl(reading, scale, self.limit, kl=own, origin_kl=origin_kl)
         return self.last
 
     def observe(
