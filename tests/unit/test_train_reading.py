@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from klamp.train.config import KLConfig
 from klamp.train.reading import FEWEST, SPARSE, Reading, Sums, carried
+from klamp.train.steering import FADES, Steering
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,22 +36,23 @@ def made(growth: float, rows: Tensor | None = None, sequences: int = 16) -> tupl
 def test_far_from_the_limit_a_share_tells_the_whole() -> None:
     """The share's own mean is 0.84, 16 % low; by its growth of 1.3 the whole is known to 2.1 %."""
     reading, asked = made(1.3)
-    assert reading.first(1.0, lambda kl: kl < 10) == pytest.approx(1.3, rel=0.022)
+    assert reading.first(1.0, 1.2, lambda kl: kl < 10) == pytest.approx(1.3, rel=0.022)
     assert asked == [[0, 4, 8, 12]]
     assert reading.share == 1 / SPARSE
 
 
 def test_near_the_limit_everything_is_measured_at_once() -> None:
-    reading, asked = made(1.3)
-    assert reading.first(1.0, lambda kl: kl < 0.9) == pytest.approx(1.3, rel=1e-12)
-    assert asked == [list(range(16))]
-    assert reading.share == 1.0
+    for expected, limit in ((1.2, 1.1), (math.nan, 10)):
+        reading, asked = made(1.3)
+        assert reading.first(1.0, expected, lambda kl, limit=limit: kl < limit) == pytest.approx(1.3, rel=1e-12)
+        assert asked == [list(range(16))]
+        assert reading.share == 1.0
 
 
 @pytest.mark.parametrize("growth", [3.0, math.nan, math.inf])
 def test_where_the_share_leaves_a_doubt_the_rest_is_measured_too(growth: float) -> None:
     reading, asked = made(growth)
-    found = reading.first(1.0, lambda kl: kl < 2)
+    found = reading.first(1.0, 1.2, lambda kl: kl < 2)
     assert found == pytest.approx(growth, rel=1e-12, nan_ok=True)
     assert sorted(row for rows in asked for row in rows) == list(range(16)), "every sequence once"
     assert reading.share == 1.0
@@ -64,10 +67,10 @@ def test_a_share_has_a_few_sequences_at_the_least(sequences: int, share: int) ->
 
 def test_two_processes_take_the_sequences_that_one_takes() -> None:
     _, alone = run = made(1.3)
-    run[0].first(1.0, lambda kl: True)
+    run[0].first(1.0, 1.2, lambda kl: True)
     halves = [made(1.3, rows=torch.arange(a, a + 8)) for a in (0, 8)]
     for reading, _ in halves:
-        reading.first(1.0, lambda kl: True)
+        reading.first(1.0, 1.2, lambda kl: True)
     assert halves[0][1][0] + halves[1][1][0] == alone[0]
 
 
@@ -91,8 +94,8 @@ CASES = [
     {},
     {"full": True},
     {"algorithm": {"name": "ppo", "epochs": 2, "minibatches": 2}},
-    {"kl": {"reference": "lag:1"}},
-    {"kl": {"reference": "ema:0.5"}, "full": True},
+    {"kl": {"reference": "lag:3"}},
+    {"kl": {"reference": "periodic:4"}, "full": True},
 ]
 
 
@@ -101,7 +104,7 @@ def test_a_sudden_step_is_caught_within_it(trainer: Any, settings: dict[str, Any
     """Small steps far below the limit, measured on a share; then one a thousand times as large."""
     made = trainer(**{"optim": {"lr": 2e-4}, "rollout": {"prompts": 4, "group_size": 4}, "save_every": 1} | settings)
     calm = [step(made, number) for number in (1, 2, 3)]
-    assert [m["kl/clamp/share"] for m in calm] == [0.25] * 3
+    assert [m["kl/clamp/share"] for m in calm] == [1.0, 0.25, 0.25], "a first step may be of any size"
     assert all(m["kl/clamp/effort"] == 0 for m in calm)
     assert max(m["kl/steered"] for m in calm) < 0.055 / 8
     for group in made.learner.optimizer.param_groups:
@@ -120,12 +123,40 @@ def test_the_share_reads_what_all_would(trainer: Any, settings: dict[str, Any], 
     pairs: list[tuple[float, float]] = []
     first = Reading.first
 
-    def both(self: Reading, began: float, far: Any) -> float:
-        pairs.append((first(self, began, far), self()))
+    def both(self: Reading, *given: Any) -> float:
+        pairs.append((first(self, *given), self()))
         return pairs[-1][0]
 
     monkeypatch.setattr(Reading, "first", both)
     made = trainer(**{"optim": {"lr": 2e-4}, "rollout": {"prompts": 4, "group_size": 4}} | settings)
-    assert [step(made, number)["kl/clamp/share"] for number in (1, 2, 3, 4)] == [0.25] * 4
+    assert [step(made, number)["kl/clamp/share"] for number in (1, 2, 3, 4)] == [1.0, 0.25, 0.25, 0.25]
     for share, whole in pairs:
         assert share == pytest.approx(whole, rel=1 / 3)
+
+
+def test_near_the_limit_no_share_is_taken(trainer: Any) -> None:
+    made = trainer(optim={"lr": 2e-2}, rollout={"prompts": 4, "group_size": 4}, kl={"target": 0.01})
+    assert {step(made, number)["kl/clamp/share"] for number in range(1, 6)} == {1.0}
+
+
+def test_a_reference_that_moved_is_a_first_step_again(trainer: Any) -> None:
+    settings = {"optim": {"lr": 2e-4}, "rollout": {"prompts": 4, "group_size": 4}}
+    made = trainer(**settings, kl={"reference": "periodic:3"})
+    shares = [step(made, number)["kl/clamp/share"] for number in range(1, 7)]
+    assert shares == [1.0, 0.25, 0.25, 1.0, 0.25, 0.25]
+
+
+def test_how_large_steps_were_is_saved_and_fades() -> None:
+    steering = Steering(KLConfig())
+    assert math.isnan(steering.expected(0.01))
+    steering._remember(0.01, 0.04)
+    assert steering.expected(0.01) == pytest.approx(0.04, rel=1e-12)
+    steering._remember(0.04, 0.04)
+    assert steering.expected(0.0) == pytest.approx((FADES * 0.1) ** 2, rel=1e-12)
+    other = Steering(KLConfig())
+    other.load_state_dict(steering.state_dict())
+    assert other.jump == steering.jump
+    other.load_state_dict({k: v for k, v in steering.state_dict().items() if k != "jump"})
+    assert other.jump is None, "saved by an earlier version"
+    steering._remember(0.01, math.nan)
+    assert steering.jump is None

@@ -47,12 +47,13 @@ class Reading:
     def __call__(self) -> float:
         return self.now(self.rows).mean
 
-    def first(self, began: float, far: Callable[[float], bool]) -> float:
-        """KL after the update, which began at ``began``; from a share of the rows where both are ``far`` from a limit.
+    def first(self, began: float, expected: float, far: Callable[[float], bool]) -> float:
+        """KL after the update, which began at ``began``; from a share of the rows where the limit is ``far``.
 
-        Batches differ more than a step changes them, so the share says how KL changed on the same tokens.
+        Far it must be from the KL that is ``expected`` and from what the share shows. Batches differ more than a step
+        changes them, so the share says how KL changed on the same tokens.
         """
-        if self.stride == 1 or not far(began):
+        if self.stride == 1 or not far(expected):
             return self()
         some = torch.arange(len(self.rows), device=self.rows.device) % self.stride == 0
         share = self.now(self.rows[some])
