@@ -96,7 +96,10 @@ def klamp_steps(args: argparse.Namespace, prompts: Path, kl: KLConfig) -> dict[s
 
 
 def kl_cost(trainer: Trainer, rollout: Any, args: argparse.Namespace) -> float:
-    """Seconds that the reference's forward pass and the KL in the head take of a step."""
+    """Seconds that the reference's forward pass and the KL in the head take of a step.
+
+    The head by the kernels: where the step keeps log-probs instead, it takes less.
+    """
     learner = trainer.learner
     rollout = rollout.to(learner.device)
     piece = part(rollout, torch.arange(len(rollout), device=learner.device))

@@ -28,6 +28,7 @@ from klamp.train.settings import from_yaml, to_yaml
 
 CASES = {
     "grpo": {},
+    "grpo-far": {"kl": {"target": 1.0}},
     "grpo-full": {"full": True},
     "grpo-micro": {"optim": {"lr": 1e-2, "micro_batch": 1}},
     "grpo-in-advantage": {"kl": {"estimator": "k1", "placement": "in_advantage"}},
@@ -146,6 +147,10 @@ def test_two_processes_make_the_update_of_one(both: Any, name: str) -> None:
         assert theirs == pytest.approx(ours, rel=1e-4, abs=1e-6)
         assert theirs == ranks[1][name]["metrics"][step], "metrics are everybody's"
     assert alone[name]["metrics"][1]["kl/ref/exact"] > 1e-5
+
+
+def test_far_from_the_limit_two_processes_measure_the_share_of_one(both: Any) -> None:
+    assert [m["kl/clamp/share"] for m in both[0]["grpo-far"]["metrics"]] == [1.0, 0.25]
 
 
 def test_beta_is_the_same_number_on_every_rank_through_a_run(both: Any) -> None:

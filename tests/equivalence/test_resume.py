@@ -86,6 +86,18 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(settings: Any, name: s
     assert_same(left_by(straight.run), left_by(broken.run))
 
 
+def test_far_from_the_limit_too_where_a_share_is_measured(settings: Any) -> None:
+    kl = {"target": 5.0}
+    straight, broken = settings("grpo", False, "straight", kl=kl), settings("grpo", False, "broken", kl=kl)
+    Trainer(straight, quiet=True).run()
+    with pytest.raises(Interrupted):
+        Trainer(broken, quiet=True, watch=interrupt_at(6)).run()
+    Trainer(resumed(broken), quiet=True).run()
+    assert_same(left_by(straight.run), left_by(broken.run))
+    shares = [row["kl/clamp/share"] for row in read_jsonl(Path(straight.run) / "metrics.jsonl")]
+    assert shares == [1.0] + [0.5] * (STEPS - 1)
+
+
 @pytest.mark.parametrize(
     ("reference", "full"),
     [("ema:0.7", False), ("ema:0.7", True), ("lag:2", False), ("lag:2", True), ("periodic:3", False)],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from klamp.train.data import mix
 from klamp.train.figures import band, reward_metrics
 from klamp.train.optim import adamw, share_of_rate
 from klamp.train.policy import ADAPTER, Anchor, Policy
+from klamp.train.reading import Reading, Sums
 from klamp.train.recall import Recall
 from klamp.train.rewards import Scored
 from klamp.train.sharded import settle, whole
@@ -107,7 +108,8 @@ class Learner:
         moved = self.applied > before
         if moved:
             self.steering.fresh(kl)
-            clamped = self._clamp(origin, kl, lambda: self._measure(rollout, prepared, anchors))
+            sequences = int(sums.count("sequences"))
+            clamped = self._clamp(origin, kl, self._reading(rollout, prepared, anchors, seen, sequences))
         outcome = self._conclude(step, rollout, scored, sums, kl, clamped, seen.kl, prepared)
         if not moved:  # controllers count on one move a reading, and the first price waits for a batch that counts
             self.steering.state = began
@@ -141,6 +143,7 @@ class Learner:
                 "kl/clamp/effort": clamped.effort,
                 "kl/clamp/limit": self.steering.limit or 0.0,
                 "kl/clamp/level": self.steering.gauge_state.level,
+                "kl/clamp/share": self.steering.share,
             }
         metrics |= {name: sums.mean(name) for name in sums.names() if name.startswith(("loss/", "policy/"))}
         metrics |= {**reward_metrics(rollout, scored, self.reduce), "policy/spread": prepared.spread}
@@ -273,20 +276,40 @@ class Learner:
                 piece.put(seen.values, states.values)
         return seen
 
-    @torch.no_grad()
-    def _measure(self, rollout: Rollout, prepared: Prepared, anchors: Callable[[Part], Anchor]) -> float:
-        """KL of the policy as it is now on the step's own tokens, over all processes, in the unit of the target."""
-        tally = Tally(self.reduce)
+    def _reading(
+        self, rollout: Rollout, prepared: Prepared, anchors: Callable[[Part], Anchor], seen: Look, sequences: int
+    ) -> Reading:
+        """KL on the step's own tokens after the update, in the unit of the target; ``seen`` is what it was before."""
         stride = max(1, round(1 / self.config.kl.clamp_share))
         rows = torch.arange(0, len(rollout), stride, device=self.device)
-        for piece in parts(rollout, rows, self.config.optim.micro_batch):
-            counted = piece.of(prepared.counted)
-            piece = replace(piece, mask=counted)
+
+        def before(rows: Tensor) -> Sums:
+            return self._sums([(seen.kl[rows], prepared.counted[rows])])
+
+        def now(rows: Tensor) -> Sums:
+            return self._sums(self._measured(rollout, rows, prepared, anchors))
+
+        return Reading(rows, sequences // stride, before, now)
+
+    @torch.no_grad()
+    def _measured(
+        self, rollout: Rollout, rows: Tensor, prepared: Prepared, anchors: Callable[[Part], Anchor]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Exact KL of the tokens of some rows under the policy as it is now, and which of them count."""
+        for piece in parts(rollout, rows, self.config.optim.micro_batch) if len(rows) else ():
+            piece = replace(piece, mask=piece.of(prepared.counted))
             with self._autocast():
                 stats = self.policy.stats(piece, self.module(piece).hidden, anchors(piece))
-            assert stats.kl is not None
-            tally.add("kl", *sum_count(stats.kl, counted, per=self.config.kl.per or "token"))
-        return tally.totals().mean("kl")
+            assert stats.kl is not None, "the learner always has a reference"
+            yield stats.kl, piece.mask
+
+    def _sums(self, found: Iterable[tuple[Tensor, Tensor]]) -> Sums:
+        """Sum and count over all processes of per-token KLs, in the unit of the target."""
+        tally = Tally(self.reduce)
+        tally.add("kl", torch.zeros((), device=self.device), torch.zeros((), device=self.device))
+        for kl, counted in found:
+            tally.add("kl", *sum_count(kl, counted, per=self.config.kl.per or "token"))
+        return Sums(*tally.totals().pairs["kl"])
 
     def _anchors(self, rollout: Rollout) -> Callable[[Part], Anchor]:
         """The reference's states of any part of the rollout."""
@@ -299,7 +322,7 @@ class Learner:
             # A sharded reference is computed by all processes together, so they keep its states or none does.
             return bool(self.reduce(torch.tensor(float(mine))) > 0) if self.sharded else mine
 
-        return Recall(fresh, rollout, self.config.optim.micro_batch, agree)
+        return Recall(fresh, rollout, self.config.optim.micro_batch, agree, self.policy.words_of)
 
     def _tally_kl(self, rollout: Rollout, prepared: Prepared, seen: Look, tally: Tally) -> None:
         counted = prepared.counted
@@ -324,12 +347,12 @@ class Learner:
 
     # -- plumbing ---------------------------------------------------------------------------------------------------
 
-    def _clamp(self, origin: dict[str, Tensor] | None, kl: float, measure: Callable[[], float]) -> Clamped | None:
+    def _clamp(self, origin: dict[str, Tensor] | None, kl: float, reading: Reading) -> Clamped | None:
         """Hold KL under its limit; a step that is backtracked began at ``kl``, not at the reference."""
         if self.config.kl.clamp_limit is None:
             return None
         began = 0.0 if origin is None or not math.isfinite(kl) else kl
-        return self.steering.clamp(measure, self._scaler(origin), origin_kl=began)
+        return self.steering.clamp(reading, self._scaler(origin), kl, origin_kl=began)
 
     def _scaler(self, origin: dict[str, Tensor] | None) -> Callable[[float], None]:
         self.settle()

@@ -19,6 +19,7 @@ from klamp.kernels import HeadSpec, TokenStats, head_of, token_stats, token_stat
 from klamp.train import lean
 from klamp.train.batch import Part
 from klamp.train.config import TrainConfig
+from klamp.train.kept import Words, keeps, kept_stats, log_probs
 from klamp.train.shared import Backbone, inputs_of
 
 ADAPTER = "default"
@@ -38,6 +39,8 @@ class Anchor(NamedTuple):
 
     states: Tensor
     head: HeadSpec | None = None
+    words: Words | None = None
+    """Its log-probs of all words, where they are kept."""
 
 
 class Policy(nn.Module):
@@ -99,6 +102,14 @@ class Policy(nn.Module):
         """Log-probs, exact KL and entropy of the tokens of ``part`` at the sampling temperature."""
         return score(self.head, states, part, reference, self.temperature)
 
+    def words_of(self, states: Tensor, head: HeadSpec | None) -> Tensor | None:
+        """[k, V] log-probs of all words after a reference's states [k, H], where they are kept; None where not."""
+        own, other = self.head, head or self.head
+        if not (keeps(own, states, len(states)) and keeps(other, states, len(states))):
+            return None
+        assert other is not None, "only a plain head's are kept"
+        return log_probs(other, states, self.temperature)
+
     @contextlib.contextmanager
     def without_adapter(self) -> Iterator[None]:
         """The base model: LoRA switched off, on again afterwards whatever happens."""
@@ -135,6 +146,8 @@ def score(
 ) -> TokenStats:
     """Log-probs, exact KL and entropy of the tokens of ``part`` from one model's states against another's."""
     ref = None if reference is None else reference.states
+    if head is not None and reference is not None and reference.words is not None:
+        return kept_stats(head, states, part.tokens, part.mask, reference.words, temperature)
     if head is None:
         return token_stats_from_logits(states, part.tokens, ref_logits=ref, mask=part.mask, temperature=temperature)
     other = None if reference is None else reference.head

@@ -1,4 +1,4 @@
-"""The reference's states of a step's rollout, computed once where they fit in memory."""
+"""The reference's states of a step's rollout, and its log-probs where those are few, computed once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from klamp.kernels import HeadSpec
 from klamp.train.batch import Part, Rollout, parts
+from klamp.train.kept import Words
 from klamp.train.policy import Anchor
 
 CACHE_BYTES = 2 << 30
@@ -19,12 +20,21 @@ class Recall:
     """``recall(piece)``: the reference's states for any part of a rollout."""
 
     def __init__(
-        self, states: Callable[[Part], Anchor], rollout: Rollout, size: int, agree: Callable[[bool], bool]
+        self,
+        states: Callable[[Part], Anchor],
+        rollout: Rollout,
+        size: int,
+        agree: Callable[[bool], bool],
+        words_of: Callable[[Tensor, HeadSpec | None], Tensor | None],
     ) -> None:
-        """``size``: sequences a forward pass. ``agree``: whether any process says yes, so that all do the same."""
-        self.states, self.rollout, self.size, self.agree = states, rollout, size, agree
+        """``size``: sequences a forward pass. ``agree``: whether any process says yes, so that all do the same.
+
+        ``words_of`` gives the log-probs of all words after some states, or None where they are not to be kept.
+        """
+        self.states, self.rollout, self.size, self.agree, self.words_of = states, rollout, size, agree, words_of
         self.kept: Tensor | None = None
         self.head: HeadSpec | None = None
+        self.words: Words | None = None
         self.too_large = False
 
     def __call__(self, piece: Part) -> Anchor:
@@ -32,13 +42,14 @@ class Recall:
             self._fill()
         if self.kept is None:
             return self.states(piece)
-        return Anchor(self.kept[piece.rows, piece.columns], self.head)
+        words = None if self.words is None else self.words._replace(at=piece.of(self.words.at))
+        return Anchor(piece.of(self.kept), self.head, words)
 
     def _fill(self) -> None:
         rollout = self.rollout
         everything = torch.arange(len(rollout), device=rollout.ids.device)
         for piece in parts(rollout, everything, self.size):
-            states, head = self.states(piece)
+            states, head, _ = self.states(piece)
             if self.kept is None:
                 size = rollout.mask.numel() * states.shape[-1] * states.element_size()
                 self.too_large = self.agree(size > CACHE_BYTES)
@@ -46,3 +57,11 @@ class Recall:
                     return
                 self.kept, self.head = states.new_zeros(*rollout.mask.shape, states.shape[-1]), head
             piece.put(self.kept, states)
+        if self.kept is not None:
+            self._fill_words(self.kept)
+
+    def _fill_words(self, states: Tensor) -> None:
+        mask = self.rollout.mask
+        logp = self.words_of(states[mask], self.head)
+        if logp is not None:
+            self.words = Words(logp, (mask.flatten().cumsum(0) - 1).view(mask.shape))

@@ -62,9 +62,14 @@ class Backbone:
 
 def possible(backbone: Any, part: Part) -> bool:
     """Whether the layout may change: on a CPU in float32 or wider, under SDPA, with nothing random."""
-    config, wide = backbone.config, next(backbone.parameters()).dtype in (torch.float32, torch.float64)
+    config, wide = backbone.config, dtype_of(backbone) in (torch.float32, torch.float64)
     random = backbone.training and any(getattr(config, k, 0) for k in ("attention_dropout", "attn_pdrop"))
     return part.ids.device.type == "cpu" and wide and not random and config._attn_implementation == "sdpa"
+
+
+def dtype_of(backbone: nn.Module) -> torch.dtype:
+    """The dtype of a model's weights."""
+    return next(backbone.parameters()).dtype
 
 
 def layout(ids: Tensor, attention: Tensor) -> Layout:
@@ -124,7 +129,9 @@ def states_shared(backbone: nn.Module, part: Part, found: Layout) -> Tensor:
 
     inputs = {name: rows(x) for name, x in inputs_of(part).items()}
     real = inputs["attention_mask"].bool()[:, None, None, :]
-    inputs["attention_mask"] = sees(first, found.tails, end - first, real)
+    seen = sees(first, found.tails, end - first, real)
+    # SDPA adds numbers to its scores; of booleans it would make them in every layer, forwards and backwards.
+    inputs["attention_mask"] = torch.zeros(seen.shape, dtype=dtype_of(backbone)).masked_fill_(~seen, -torch.inf)
     states = backbone(**inputs, use_cache=False).last_hidden_state
     before: Tensor = states[:, first - 1].index_select(0, found.which)[:, None]
     shape = (len(found.rows) * found.tails, end - first, states.shape[-1])

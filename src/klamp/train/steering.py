@@ -13,6 +13,14 @@ from klamp.controllers import Controller, Hold, HoldState, State
 from klamp.monitor import Alarm, Monitor
 from klamp.plain import from_plain
 from klamp.train.config import KLConfig
+from klamp.train.reading import Reading
+
+FAR = 4.0
+"""How many times a KL must fit under the limit to be far from it: twice the displacement. A share of four sequences
+that reads KL a third too low is within that by far, and what it might miss the next batch reads in full."""
+FADES = 0.9
+"""What is left after a step of the largest change of sqrt(KL): halved in seven. Changes differ by a factor of two or so
+from step to step, and get smaller from the first ones on."""
 
 
 class Steering:
@@ -28,6 +36,10 @@ class Steering:
         """What the clamp found and did in the step before."""
         self.limit: float | None = None
         """The limit on own tokens that the last step was held to."""
+        self.jump: float | None = None
+        """The largest change of sqrt(KL) on own tokens that one of the last updates made; None before the first."""
+        self.share = 1.0
+        """Share of its sequences on which the last step was measured."""
         self.monitor = Monitor(config.target, config.per, bounds=getattr(self.controller, "bounds", None))
 
     def start(self, spread: float, length: float) -> None:
@@ -56,12 +68,28 @@ class Steering:
     def new_reference(self) -> None:
         """Forget KLs to another reference; how own tokens and fresh ones differ stays known."""
         self.gauge_state = replace(self.gauge_state, level=0.0, reading=0.0)
-        self.last = None
+        self.last = self.jump = None  # from a reference elsewhere the same steps may lead straight away
+
+    def far(self, kl: float) -> bool:
+        """Whether ``kl`` on own tokens is far below the limit; one that cannot be measured is not."""
+        limit = self.config.clamp_limit
+        return limit is not None and FAR * kl < min(limit, self.gauge.limit(self.gauge_state, limit, kl))
+
+    def expected(self, kl: float) -> float:
+        """KL after an update that began at ``kl`` and is as large as any of the last; NaN where none is known."""
+        return math.nan if self.jump is None or not kl >= 0 else (math.sqrt(kl) + self.jump) ** 2
+
+    def _remember(self, kl: float, own: float) -> None:
+        """Take in that an update carried KL from ``kl`` to ``own``."""
+        if not all(0 <= x < math.inf for x in (kl, own)):
+            self.jump = None
+            return
+        self.jump = max(abs(math.sqrt(own) - math.sqrt(kl)), FADES * (self.jump or 0.0))
 
     def clamp(
-        self, measure: Callable[[], float], scale: Callable[[float], None], *, origin_kl: float = 0.0
+        self, reading: Reading, scale: Callable[[float], None], kl: float, *, origin_kl: float = 0.0
     ) -> Clamped | None:
-        """Hold KL under the limit after an update; None without a limit.
+        """Hold KL under the limit after an update that began at ``kl``; None without a limit.
 
         ``origin_kl`` is the KL where the displacement is zero: 0 at the reference, the KL before the step where that is
         backtracked. A step that starts above the limit may end no higher than it began: it can only come nearer.
@@ -69,12 +97,14 @@ class Steering:
         limit = self.config.clamp_limit
         if limit is None:
             return None
-        own = measure()
+        own = reading.first(kl, self.expected(kl), self.far)
+        self.share = reading.share
+        self._remember(kl, own)
         self.limit = self.gauge.limit(self.gauge_state, limit, own)
         if origin_kl >= self.limit:
-            self.last = no_farther(measure, scale, origin_kl)
+            self.last = no_farther(reading, scale, origin_kl)
         else:
-            self.last = clamp_kl(measure, scale, self.limit, kl=own, origin_kl=origin_kl)
+            self.last = clamp_kl(reading, scale, self.limit, kl=own, origin_kl=origin_kl)
         return self.last
 
     def observe(
@@ -111,6 +141,7 @@ class Steering:
             "controller": None if self.state is None else self.state.to_dict(),
             "gauge": asdict(self.gauge_state),
             "last": None if self.last is None else asdict(self.last),
+            "jump": self.jump,
             "monitor": self.monitor.state_dict(),
         }
 
@@ -119,6 +150,8 @@ class Steering:
         self.state = None if saved["controller"] is None else State.from_dict(saved["controller"])
         self.gauge_state = from_plain(GaugeState, saved["gauge"], finite=False)
         self.last = None if saved["last"] is None else from_plain(Clamped, saved["last"], finite=False)
+        jump = saved.get("jump")  # earlier versions did not save it: the next step is measured in full
+        self.jump = None if jump is None else float(jump)
         self.monitor.load_state_dict(saved["monitor"])
 
 
