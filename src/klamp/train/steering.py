@@ -10,6 +10,7 @@ from typing import Any
 from klamp.clamp import Clamped, Gauge, GaugeState
 from klamp.clamp import clamp as clamp_kl
 from klamp.controllers import Controller, Hold, HoldState, State
+from klamp.errors import require_number
 from klamp.monitor import Alarm, Monitor
 from klamp.plain import from_plain
 from klamp.train.config import KLConfig
@@ -151,7 +152,8 @@ class Steering:
         self.gauge_state = from_plain(GaugeState, saved["gauge"], finite=False)
         self.last = None if saved["last"] is None else from_plain(Clamped, saved["last"], finite=False)
         jump = saved.get("jump")  # earlier versions did not save it: the next step is measured in full
-        self.jump = None if jump is None else float(jump)
+        way_out = "The checkpoint is damaged; start from an earlier one."
+        self.jump = None if jump is None else require_number("steering.jump", jump, at_least=0, way_out=way_out)
         self.monitor.load_state_dict(saved["monitor"])
 
 
