@@ -28,7 +28,7 @@ from klamp.train.settings import from_yaml, to_yaml
 
 CASES = {
     "grpo": {},
-    "grpo-far": {"kl": {"target": 1.0}},
+    "grpo-far": {"kl": {"target": 1.0, "per": "token"}},
     "grpo-full": {"full": True},
     "grpo-micro": {"optim": {"lr": 1e-2, "micro_batch": 1}},
     "grpo-in-advantage": {"kl": {"estimator": "k1", "placement": "in_advantage"}},

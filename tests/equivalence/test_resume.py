@@ -87,7 +87,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(settings: Any, name: s
 
 
 def test_far_from_the_limit_too_where_a_share_is_measured(settings: Any) -> None:
-    kl = {"target": 5.0}
+    kl = {"target": 5.0, "per": "token"}
     straight, broken = settings("grpo", False, "straight", kl=kl), settings("grpo", False, "broken", kl=kl)
     Trainer(straight, quiet=True).run()
     with pytest.raises(Interrupted):

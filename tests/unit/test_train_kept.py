@@ -92,7 +92,7 @@ def test_a_step_is_the_same(trainer: Any, tmp_path: Any, settings: dict[str, Any
     outcomes = []
     for most in (0, kept.MOST):
         monkeypatch.setattr(kept, "MOST", most)
-        made = trainer(**{"run": str(tmp_path / str(most)), "kl": {"target": 0.002}} | settings)
+        made = trainer(**{"run": str(tmp_path / str(most)), "kl": {"target": 0.002, "per": "token"}} | settings)
         metrics = []
         for number in (1, 2, 3):
             rollout = made.sample(number)

@@ -135,7 +135,7 @@ def test_the_share_reads_what_all_would(trainer: Any, settings: dict[str, Any], 
 
 
 def test_near_the_limit_no_share_is_taken(trainer: Any) -> None:
-    made = trainer(optim={"lr": 2e-2}, rollout={"prompts": 4, "group_size": 4}, kl={"target": 0.01})
+    made = trainer(optim={"lr": 2e-2}, rollout={"prompts": 4, "group_size": 4}, kl={"target": 0.01, "per": "token"})
     assert {step(made, number)["kl/clamp/share"] for number in range(1, 6)} == {1.0}
 
 
