@@ -62,11 +62,12 @@ RISE, FALL = 1.4, 0.13  # largest change of log beta a step: up at once, for KL 
 CLIMB, CLIMB_FALL = 40.0, 0.01  # on a climb that arrives within 40 steps by itself, beta falls by 1 % a step at most
 
 # With a clamp beside it. Strain is the clamp's effort over the free pace of x: the share of a step that it undoes.
-LEAN = 0.25  # before the clamp first acts, a price 25 % under beta* brings KL to it: there is no hurry up
-LEAN_CLIMB, LEAN_FALL = 15.0, 0.04  # and on one that takes more than 15 steps it falls without restraint, else by 4 %,
+LEAN = 0.35  # before the clamp first acts, a price 30 % under beta* brings KL to it, and keeps it from turning round
+LEAN_CLIMB, LEAN_FALL = 40.0, 0.04  # and on one that takes more than 40 steps it falls without restraint, else by 4 %,
 LEAN_FAST = 0.5  # or by half the free pace: what a step moves far turns round within a few
-LEAN_FREE = 2.5  # a climb that arrives within 2.5 times its free time by itself is not pushed: what is learned
-# under a price far too low is worth less, and has to be unlearned
+LEAN_BOLD = 1.5  # highest drive asked for on the way there, where beta* is known
+LEAN_FREE = 2.5  # a climb that arrives within 2.5 times its free time by itself is not pushed any further: what is
+# learned under a price far too low is worth less, and has to be unlearned
 STRAIN, STRAIN_FAST = 0.06, 1.3  # the strain to keep: 6 %, and 1.3 % more for each 1 % of x that a step may move, up to
 MOST_STRAIN = 0.4  # 40 %. At that price KL rests on the clamp, which cuts the upper half of its wander, for 1 % of the
 # reward at most. Constant prices under a clamp: 0.74 of the best at ramp 2.5 had a strain of 0.15, 0.9 at ramp 25
@@ -88,6 +89,8 @@ MOST_CHANGE = 0.2  # of log beta a step
 FIRST_STEP = 0.5  # the first step of x over the free pace is 1 to 2 with Adam, whatever the price: KL has no slope at 0
 PACE_WINDOW = 0.2  # later, the free pace is the fastest climb of 0.2
 PACE_KEPT = 0.9985  # and is forgotten by 0.15 % a step
+ROOM, KNOWN = 0.5, 0.35  # or halfway by a slower climb that the price, known to a third, did not halve: the first
+# reading may have been bfloat16's noise
 UNCLAMPED = 1.15  # x that a clamp would not have let pass: there is none any more
 
 
@@ -264,6 +267,8 @@ def _price(before: HoldState, state: HoldState, belief: Belief) -> float:
     miss = (1 - x) * push
     drive = ((miss + math.sqrt(miss * miss + 4 * x)) / 2) ** 2
     boldest = 1 + (BOLDNESS - 1) * (push - 1) / (MOST - 1) * math.exp(BOLDER * belief.price_doubt)
+    if state.lean and belief.price_doubt < KNOWN:
+        boldest = min(boldest, LEAN_BOLD)
     wanted = belief.best - math.log(clip(drive, HARDEST, boldest)) + (-LEAN if state.lean else _behind(belief))
     now = math.log(before.beta)
     fall = FALL
@@ -271,7 +276,7 @@ def _price(before: HoldState, state: HoldState, belief: Belief) -> float:
     if x < 1 and belief.speed * (LEAN_CLIMB if state.lean else CLIMB) > 1 - x:
         fall = gently
     if state.lean and x < 1 and belief.speed * LEAN_FREE > (1 - x) * state.free:
-        wanted, fall = max(wanted, min(belief.best, now)), gently
+        wanted, fall = max(wanted, min(belief.best - LEAN, now)), gently
     return clip(wanted, now - fall, now + RISE)
 
 
@@ -295,7 +300,11 @@ def _pace(before: HoldState, state: HoldState) -> HoldState:
     climbed, timed = before.climbed + state.x * cut - before.x, before.timed + 1
     free = before.free * PACE_KEPT
     if climbed >= PACE_WINDOW:
-        return replace(state, free=min(max(free, climbed / timed), 1.0), climbed=0.0, timed=0)
+        pace = climbed / timed
+        room = 1 - state.x / (math.exp(state.best) * state.felt)  # the share of the free pace that the price leaves
+        if state.direct.price_doubt < KNOWN and room > ROOM and pace / room < free:
+            free = math.sqrt(free * pace / room)
+        return replace(state, free=min(max(free, pace), 1.0), climbed=0.0, timed=0)
     if climbed <= 0:
         climbed, timed = 0.0, 0
     return replace(state, free=free, climbed=climbed, timed=timed)
