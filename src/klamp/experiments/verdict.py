@@ -160,7 +160,9 @@ def sentence(comparison: Comparison, rows: dict[str, Figures]) -> str:
     english = _compared(perplexity, percent=True)
     gone = 0.0 if perplexity.high < 0 else _gone(static, ours, comparison)
     if gone:  # seeds that collapse do so to perplexities many powers of ten apart, and no interval over them is narrow
-        english = f"{_english(ours, comparison):.2g} times the reference's where static's was {gone:.2g} times it"
+        own = _english(ours, comparison)
+        like = "like the reference's" if abs(own - 1) < 0.05 else f"{own:.2g} times the reference's"
+        english = f"{like}, where static's was {gone:.2g} times it,"
     return (
         f"{opening} ({_band(ours)}, against {_band(static)} with beta {static.beta:g}); its held-out perplexity was "
         f"{english} and its reward {_compared(reward)}{_trade(reward, bool(gone) or perplexity.high < 0)}."
