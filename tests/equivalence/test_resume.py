@@ -74,6 +74,14 @@ def left_by(run: str) -> dict[str, Any]:
     return unbroken.left_by(run, STEPS)
 
 
+def assert_one_break_is_invisible(straight: Any, broken: Any) -> None:
+    Trainer(straight, quiet=True).run()
+    with pytest.raises(Interrupted):
+        Trainer(broken, quiet=True, watch=interrupt_at(6)).run()
+    Trainer(resumed(broken), quiet=True).run()
+    assert_same(left_by(straight.run), left_by(broken.run))
+
+
 @pytest.mark.parametrize(("name", "full"), KINDS)
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(settings: Any, name: str, full: bool) -> None:
     straight, broken = settings(name, full, "straight"), settings(name, full, "broken")
@@ -89,11 +97,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(settings: Any, name: s
 def test_far_from_the_limit_too_where_a_share_is_measured(settings: Any) -> None:
     kl = {"target": 5.0, "per": "token"}
     straight, broken = settings("grpo", False, "straight", kl=kl), settings("grpo", False, "broken", kl=kl)
-    Trainer(straight, quiet=True).run()
-    with pytest.raises(Interrupted):
-        Trainer(broken, quiet=True, watch=interrupt_at(6)).run()
-    Trainer(resumed(broken), quiet=True).run()
-    assert_same(left_by(straight.run), left_by(broken.run))
+    assert_one_break_is_invisible(straight, broken)
     shares = [row["kl/clamp/share"] for row in read_jsonl(Path(straight.run) / "metrics.jsonl")]
     assert shares == [1.0] + [0.5] * (STEPS - 1)
 
@@ -105,11 +109,7 @@ def test_far_from_the_limit_too_where_a_share_is_measured(settings: Any) -> None
 def test_a_moving_reference_is_where_it_was(settings: Any, reference: str, full: bool) -> None:
     kl = {"reference": reference}
     straight, broken = settings("grpo", full, "straight", kl=kl), settings("grpo", full, "broken", kl=kl)
-    Trainer(straight, quiet=True).run()
-    with pytest.raises(Interrupted):
-        Trainer(broken, quiet=True, watch=interrupt_at(6)).run()
-    Trainer(resumed(broken), quiet=True).run()
-    assert_same(left_by(straight.run), left_by(broken.run))
+    assert_one_break_is_invisible(straight, broken)
 
 
 def draws(prompts: list[str], completions: list[str]) -> list[float]:

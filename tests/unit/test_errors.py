@@ -87,6 +87,7 @@ CONTROLLERS = [
     (lambda: klamp.Hold(0.1, "token").update(klamp.State(0.1), 0.1), ("HoldState", "State(beta=0.1", "init()")),
     (lambda: klamp.Hold(0.1, "token").update(klamp.State(0.1), NAN), ("HoldState", "State(beta=0.1", "init()")),
     (lambda: klamp.Stateful(klamp.Hold(0.1, "token"), klamp.State(0.1)), ("HoldState", "State(beta=0.1", "init()")),
+    (lambda: klamp.Fixed(0.1).update(klamp.Hold(0.1, "token").init(), 0.1), ("be a State", "HoldState(", "init()")),
     (lambda: klamp.Stateful(klamp.Fixed(0.1)).update(), ("current=None", "current_kl=None", "Pass either")),
     (lambda: klamp.Stateful(klamp.Fixed(0.1)).update("x"), ("kl", "'x'", "klamp.mean")),
     (lambda: klamp.State.from_dict({"kind": "Nope", "beta": 1.0}), ("kind", "'Nope'", "init()")),

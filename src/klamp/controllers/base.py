@@ -96,7 +96,7 @@ class Controller(Protocol):
 def skip(state: S, kl: float, kind: type[State] = State) -> S | None:
     """The state to return when ``kl`` is NaN or infinite: unchanged but for the count. None when ``kl`` is a number.
 
-    A ``state`` that is no ``kind`` is refused.
+    A ``state`` of another ``kind`` is refused.
     """
     own_state(state, kind)
     return None if math.isfinite(observed(kl)) else replace(state, skipped=state.skipped + 1)
@@ -104,7 +104,7 @@ def skip(state: S, kl: float, kind: type[State] = State) -> S | None:
 
 def own_state(state: object, kind: type[State]) -> None:
     """Refuse a state that a controller with states of ``kind`` cannot go on from."""
-    if not isinstance(state, kind):
+    if type(state) is not kind:  # a HoldState is a State, and no price of Ziegler's
         raise ConfigError(
             f"state must be a {kind.__name__}, got {shown(state, 80)}. Start with the init() of the controller that "
             "is updated; a saved state goes to the kind of controller that saved it."

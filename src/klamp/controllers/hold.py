@@ -63,7 +63,7 @@ CLIMB, CLIMB_FALL = 40.0, 0.01  # on a climb that arrives within 40 steps by its
 
 # With a clamp beside it. Strain is the clamp's effort over the free pace of x: the share of a step that it undoes.
 LEAN = 0.35  # before the clamp first acts, a price 30 % under beta* brings KL to it, and keeps it from turning round
-LEAN_CLIMB, LEAN_FALL = 40.0, 0.04  # and on one that takes more than 40 steps it falls without restraint, else by 4 %,
+LEAN_FALL = 0.04  # on a climb that arrives by itself it falls by 4 % a step,
 LEAN_FAST = 0.5  # or by half the free pace: what a step moves far turns round within a few
 LEAN_BOLD = 1.5  # highest drive asked for on the way there, where beta* is known
 LEAN_FREE = 2.5  # a climb that arrives within 2.5 times its free time by itself is not pushed any further: what is
@@ -273,7 +273,7 @@ def _price(before: HoldState, state: HoldState, belief: Belief) -> float:
     now = math.log(before.beta)
     fall = FALL
     gently = clip(LEAN_FAST * state.free, LEAN_FALL, FALL) if state.lean else CLIMB_FALL
-    if x < 1 and belief.speed * (LEAN_CLIMB if state.lean else CLIMB) > 1 - x:
+    if x < 1 and belief.speed * CLIMB > 1 - x:
         fall = gently
     if state.lean and x < 1 and belief.speed * LEAN_FREE > (1 - x) * state.free:
         wanted, fall = max(wanted, min(belief.best - LEAN, now)), gently

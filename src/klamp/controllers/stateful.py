@@ -41,12 +41,7 @@ class Stateful:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`."""
         state = State.from_dict(saved)
-        fresh = self.controller.init()
-        if type(state) is not type(fresh):
-            raise ConfigError(
-                f"the saved state is a {type(state).__name__}, {type(self.controller).__name__} needs a "
-                f"{type(fresh).__name__}. Load it into the kind of controller that saved it."
-            )
+        own_state(state, type(self.controller.init()))
         self.state = state
 
     def __repr__(self) -> str:
