@@ -55,41 +55,36 @@ RUN_NEAR, RUN_HALF = (0.95, 1.05), 0.5  # half of that, from x = 1.05 on
 PACE = 8.0  # steps to the target on a slow plant: more than its delays, or the push oscillates
 MOST = 8.0  # how much faster than by itself a slow plant is driven
 LEAD, INERT_LEAD = 2.6, 3.3  # steps ahead at which x is judged: what is decided now is felt then
-INERT_PUSH = 1.6  # known to carry on, a fast plant's wander can be damped; beyond 2 a delay of five steps oscillates
+INERT_PUSH = 2.2  # known to carry on, a fast plant's wander can be damped; at 3 a delay of five steps oscillates
 HARDEST = 0.085  # least drive asked for, when KL is far above the target
 BOLDNESS, BOLDER = 6.0, 3.0  # highest drive asked for while KL is low; exp(3 sd) higher while beta* is not known
 RISE, FALL = 1.4, 0.13  # largest change of log beta a step: up at once, for KL is running away; down with care
-CLIMB, CLIMB_FALL = 40.0, 0.01  # on a climb that arrives within 40 steps by itself, beta falls by 1 % a step at most
+CLIMB, CLIMB_FALL = 40.0, 0.01  # on a climb that arrives within 40 steps by itself, beta falls by 1 % a step at most;
+CLIMB_OWN = 3.0  # within three times its own time, where a plant is fast: what is slower is a KL that has settled
 
 # With a clamp beside it. Strain is the clamp's effort over the free pace of x: the share of a step that it undoes.
 LEAN = 0.35  # before the clamp first acts, a price 30 % under beta* brings KL to it, and keeps it from turning round
+LEAN_SLOW = 14.0, 24.0  # one that takes longer than 24 steps carries on to the clamp: there a push is let go in time
 LEAN_FALL = 0.04  # on a climb that arrives by itself it falls by 4 % a step,
 LEAN_FAST = 0.5  # or by half the free pace: what a step moves far turns round within a few
 LEAN_BOLD = 1.5  # highest drive asked for on the way there, where beta* is known
 LEAN_FREE = 2.5  # a climb that arrives within 2.5 times its free time by itself is not pushed any further: what is
 # learned under a price far too low is worth less, and has to be unlearned
-STRAIN, STRAIN_FAST = 0.06, 1.3  # the strain to keep: 6 %, and 1.3 % more for each 1 % of x that a step may move, up to
-MOST_STRAIN = 0.4  # 40 %. At that price KL rests on the clamp, which cuts the upper half of its wander, for 1 % of the
-# reward at most. Constant prices under a clamp: 0.74 of the best at ramp 2.5 had a strain of 0.15, 0.9 at ramp 25
+STRAIN, STRAIN_FAST = 0.06, 1.3  # the strain to keep: 6 %, and 1.3 % more for each 1 % of x that a step may move. At
+# that price KL rests on the clamp, which cuts the upper half of its wander. Constant prices under a clamp: 0.74 of the
+# best at ramp 2.5 had a strain of 0.15, 0.9 at ramp 25
+MOST_EFFORT = 0.025  # and no more than 2.5 % of the displacement a step: the clamp undoes what costs no KL, too. A run
+# that lost 7 % a step had 5 % less reward than a constant at its KL; with 2.5 %, 1 % more
 STRAIN_RATE, FULL_STRAIN = 0.35, 0.85  # strain is averaged over three steps; beyond 0.85 says "far too low" and no more
-PAID_RATE, PAID_PACE = (
-    0.35,
-    0.25,
-)  # the price paid of late, 0.35 pace^0.25 of it new: plants answer in 3 to 13 steps
-SLACK, SLACK_GAIN = (
-    0.95,
-    6.0,
-)  # x below which KL is slack, a tenth under the target: the price falls by 6 times the lack
-TIGHT, TIGHT_GAIN = (
-    1.06,
-    2.0,
-)  # x that a clamp at 1.1 of the target does not let stay: under a laxer one beta rises
+PAID_RATE, PAID_PACE = 0.35, 0.25  # the price paid of late, 0.35 pace^0.25 of it new: plants answer in 3 to 13 steps
+SLACK, SLACK_GAIN = 0.95, 6.0  # x below which KL is slack, a tenth under target: the price falls by 6 times the lack
+TIGHT, TIGHT_GAIN = 1.06, 2.0  # x that a clamp at 1.1 of the target does not let stay: under a laxer one beta rises
 FAR, HARD = 0.75, 0.5  # x at which KL has left the clamp altogether: back to bringing it there, unless that undoes 40 %
 MOST_CHANGE = 0.2  # of log beta a step
 FIRST_STEP = 0.5  # the first step of x over the free pace is 1 to 2 with Adam, whatever the price: KL has no slope at 0
 PACE_WINDOW = 0.2  # later, the free pace is the fastest climb of 0.2
 PACE_KEPT = 0.9985  # and is forgotten by 0.15 % a step
-ROOM, KNOWN = 0.5, 0.35  # or halfway by a slower climb that the price, known to a third, did not halve: the first
+ROOM, KNOWN = 0.5, 0.4  # or halfway by a slower climb that the price, known to a third, did not halve: the first
 # reading may have been bfloat16's noise
 UNCLAMPED = 1.15  # x that a clamp would not have let pass: there is none any more
 
@@ -220,7 +215,8 @@ class Hold:
         after = replace(after, lean=_lean(after, effort), undone=effort)
         wanted = after.mean(lambda belief: _price(state, after, belief))
         if after.lean:
-            wanted = min(wanted, math.log(state.beta))  # before the clamp acts, KL is not too high
+            # Before the clamp acts KL is not too high, and the price falls; on a slow plant a push ends in good time.
+            wanted = min(wanted, math.log(state.beta) + RISE * _slow(after.direct))
             after = _strain(state, after)
         else:
             after = replace(after, touched=0)
@@ -273,11 +269,17 @@ def _price(before: HoldState, state: HoldState, belief: Belief) -> float:
     now = math.log(before.beta)
     fall = FALL
     gently = clip(LEAN_FAST * state.free, LEAN_FALL, FALL) if state.lean else CLIMB_FALL
-    if x < 1 and belief.speed * CLIMB > 1 - x:
+    if x < 1 and belief.speed * min(CLIMB, CLIMB_OWN * math.exp(-belief.rate)) > 1 - x:
         fall = gently
     if state.lean and x < 1 and belief.speed * LEAN_FREE > (1 - x) * state.free:
         wanted, fall = max(wanted, min(belief.best - LEAN, now)), gently
     return clip(wanted, now - fall, now + RISE)
+
+
+def _slow(belief: Belief) -> float:
+    """1 on a plant known to be slow, whose KL arrives at the clamp at any price near ``beta*``; 0 on a fast one."""
+    low, high = LEAN_SLOW
+    return clip((math.exp(-belief.rate) - low) / (high - low), 0.0, 1.0) if belief.price_doubt < KNOWN else 0.0
 
 
 def _behind(belief: Belief) -> float:
@@ -322,7 +324,7 @@ def _strain(before: HoldState, state: HoldState) -> HoldState:
 
 
 def _kept_strain(state: HoldState) -> float:
-    return min(STRAIN + STRAIN_FAST * state.free, MOST_STRAIN)
+    return min(STRAIN + STRAIN_FAST * state.free, MOST_EFFORT / max(state.free, 1 / 600))
 
 
 def _against_clamp(before: HoldState, state: HoldState) -> float:
