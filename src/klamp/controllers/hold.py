@@ -55,7 +55,7 @@ RUN_NEAR, RUN_HALF = (0.95, 1.05), 0.5  # half of that, from x = 1.05 on
 PACE = 8.0  # steps to the target on a slow plant: more than its delays, or the push oscillates
 MOST = 8.0  # how much faster than by itself a slow plant is driven
 LEAD, INERT_LEAD = 2.6, 3.3  # steps ahead at which x is judged: what is decided now is felt then
-INERT_PUSH = 2.2  # known to carry on, a fast plant's wander can be damped; at 3 a delay of five steps oscillates
+INERT_PUSH = 2.0  # known to carry on, a fast plant's wander can be damped; beyond 2 a delay of five steps oscillates
 HARDEST = 0.085  # least drive asked for, when KL is far above the target
 BOLDNESS, BOLDER = 6.0, 3.0  # highest drive asked for while KL is low; exp(3 sd) higher while beta* is not known
 RISE, FALL = 1.4, 0.13  # largest change of log beta a step: up at once, for KL is running away; down with care
@@ -64,7 +64,9 @@ CLIMB_OWN = 3.0  # within three times its own time, where a plant is fast: what 
 
 # With a clamp beside it. Strain is the clamp's effort over the free pace of x: the share of a step that it undoes.
 LEAN = 0.35  # before the clamp first acts, a price 30 % under beta* brings KL to it, and keeps it from turning round
-LEAN_SLOW = 14.0, 24.0  # one that takes longer than 24 steps carries on to the clamp: there a push is let go in time
+LEAN_SLOW = 14.0, 24.0  # but a plant that takes 24 steps, and
+CARRIES_ON = 1.0  # carries on by odds of e to 1, gets there at any price near beta*: what it was pushed by is given
+# back on the way, or the clamp undoes it for ten steps
 LEAN_FALL = 0.04  # on a climb that arrives by itself it falls by 4 % a step,
 LEAN_FAST = 0.5  # or by half the free pace: what a step moves far turns round within a few
 LEAN_BOLD = 1.5  # highest drive asked for on the way there, where beta* is known
@@ -84,7 +86,7 @@ MOST_CHANGE = 0.2  # of log beta a step
 FIRST_STEP = 0.5  # the first step of x over the free pace is 1 to 2 with Adam, whatever the price: KL has no slope at 0
 PACE_WINDOW = 0.2  # later, the free pace is the fastest climb of 0.2
 PACE_KEPT = 0.9985  # and is forgotten by 0.15 % a step
-ROOM, KNOWN = 0.5, 0.4  # or halfway by a slower climb that the price, known to a third, did not halve: the first
+ROOM, KNOWN = 0.5, 0.35  # or halfway by a slower climb that the price, known to a third, did not halve: the first
 # reading may have been bfloat16's noise
 UNCLAMPED = 1.15  # x that a clamp would not have let pass: there is none any more
 
@@ -216,7 +218,7 @@ class Hold:
         wanted = after.mean(lambda belief: _price(state, after, belief))
         if after.lean:
             # Before the clamp acts KL is not too high, and the price falls; on a slow plant a push ends in good time.
-            wanted = min(wanted, math.log(state.beta) + RISE * _slow(after.direct))
+            wanted = min(wanted, math.log(state.beta) + RISE * _slow(after))
             after = _strain(state, after)
         else:
             after = replace(after, touched=0)
@@ -269,17 +271,19 @@ def _price(before: HoldState, state: HoldState, belief: Belief) -> float:
     now = math.log(before.beta)
     fall = FALL
     gently = clip(LEAN_FAST * state.free, LEAN_FALL, FALL) if state.lean else CLIMB_FALL
-    if x < 1 and belief.speed * min(CLIMB, CLIMB_OWN * math.exp(-belief.rate)) > 1 - x:
+    climb = CLIMB if state.lean else min(CLIMB, CLIMB_OWN * math.exp(-belief.rate))
+    if x < 1 and belief.speed * climb > 1 - x:
         fall = gently
     if state.lean and x < 1 and belief.speed * LEAN_FREE > (1 - x) * state.free:
         wanted, fall = max(wanted, min(belief.best - LEAN, now)), gently
     return clip(wanted, now - fall, now + RISE)
 
 
-def _slow(belief: Belief) -> float:
-    """1 on a plant known to be slow, whose KL arrives at the clamp at any price near ``beta*``; 0 on a fast one."""
+def _slow(state: HoldState) -> float:
+    """1 on a slow plant whose KL carries on, and so arrives at the clamp at any price near ``beta*``; 0 on others."""
     low, high = LEAN_SLOW
-    return clip((math.exp(-belief.rate) - low) / (high - low), 0.0, 1.0) if belief.price_doubt < KNOWN else 0.0
+    steps = math.exp(-state.direct.rate)
+    return clip((steps - low) / (high - low), 0.0, 1.0) if state.odds > CARRIES_ON else 0.0
 
 
 def _behind(belief: Belief) -> float:
