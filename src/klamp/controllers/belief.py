@@ -27,6 +27,8 @@ FIRST_RATE, RATE_DOUBT = 0.05, 1.5  # a climb of 20 steps, give or take 3.4 time
 # The plant is not exactly the model. Variances a step.
 X_WANDER = 4e-4  # log x moves by 2 % a step on its own: batches differ
 BEST_WANDER = 9e-4  # log beta* by 3 %: the reward left to win changes as it is won
+PACE_WANDER = 0.08  # an inert plant's pace by 8 % of the rate, and x carries on with it. Without, what batches do to x
+# for ten steps reads as a beta* that swings, and the price swings after it
 RATE_WANDER = 4e-4  # log rate by 2 %
 EARLY_RATE = 0.07  # and by 0.07 / n more at step n: Adam's first steps are all sign, then the climb slows down. Without
 # it that slowing reads as "KL is settling far below the target", and the price falls 5 times too low on the way up
@@ -85,6 +87,9 @@ class Belief:
         xx, xp, xb, xr, pp, pb, pr, bb, br, rr = _carried(self.doubt, to_x, to_pace)
         change = min(math.log(x / max(self.x, 0.01)), 1.0)
         xx += X_WANDER + STEP_ERROR * change * change
+        if self.answer < DIRECT:
+            push = (PACE_WANDER * math.exp(self.rate)) ** 2  # felt by pace and x alike
+            xx, xp, pp = xx + push / (x * x), xp + push / x, pp + push
         bb += BEST_WANDER * (1 + RUN_BOOST * max(2 * self.run**2 / RUN_RATE - 1, 0.0))
         rr += RATE_WANDER + EARLY_RATE / n
         log_x = math.log(x) - undone
