@@ -6,6 +6,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -51,9 +52,10 @@ def rising(seed: int) -> Callable[[float], float]:
     return step
 
 
-def carrying(seed: int, momentum: float) -> Callable[[float], float]:
+def carrying(seed: int, momentum: float, undone: list[float] | None = None) -> Callable[[float], float]:
     """KL / target as SmolLM2 answers at a learning rate of 5e-5 (19 runs, 7 % of KL beyond the noise): x' is averaged
-    as Adam averages, its rate grows as the adapters do, and a reading has 7.5 % of noise over a floor of bfloat16's."""
+    as Adam averages, its rate grows as the adapters do, and a reading has 7.5 % of noise over a floor of bfloat16's.
+    A clamp at the target writes into ``undone`` what it takes off log x each step."""
     draw, t, x, pace = random.Random(seed), 0, 0.0, 0.0
     knots = (0, 2, 5, 10, 20, 40, 60), (0.0087, 0.0159, 0.0338, 0.0431, 0.0544, 0.0738, 0.1673)
 
@@ -68,6 +70,27 @@ def carrying(seed: int, momentum: float) -> Callable[[float], float]:
         pace = momentum * pace + (1 - momentum) * rate() * (1 - x * beta / (0.159 * math.exp(0.0084 * t)))
         t += 1
         x = max(x + pace / (1 - momentum**t), 0.0)
+        if undone is not None:
+            undone.append(max(math.log(max(x, 1.0)), 0.0))
+            x = min(x, 1.0)
+        return reading
+
+    return step
+
+
+def swinging(seed: int) -> Callable[[float], float]:
+    """KL / target as SmolLM2 answers at 5e-4: fast, averaged as Adam averages, and pushed about by its batches, so that
+    under a constant price it swings by a quarter with a period of some 22 steps."""
+    draw, t, x, pace = random.Random(seed), 0, 0.0, 0.0
+    right = 0.28 * math.exp(draw.gauss(0, 0.04))
+
+    def step(beta: float) -> float:
+        nonlocal t, x, pace
+        reading = (x * x + 0.045 * (t > 0)) * math.exp(draw.gauss(0, 0.065))
+        rate = min(0.26 + 0.09 * t, 0.65)
+        t += 1
+        pace = 0.9 * pace + 0.1 * rate * (1 - x * (beta / right) ** 0.85 + draw.gauss(0, 0.13))
+        x = max(x + pace / (1 - 0.9**t), 0.0)
         return reading
 
     return step
@@ -89,6 +112,12 @@ def follow(
         betas.append(state.beta)
         state = hold.update(state, kl * hold.target)
     return kls, betas
+
+
+def share_in_band(runs: Sequence[Sequence[float]]) -> float:
+    """Of the steps from the first entry on."""
+    entered = [run[next(t for t, kl in enumerate(run) if abs(kl - 1) <= 0.2) :] for run in runs]
+    return fmean(abs(kl - 1) <= 0.2 for run in entered for kl in run)
 
 
 def replay(hold: Hold, kls: Sequence[float], effort: float = 0.0) -> HoldState:
@@ -137,9 +166,23 @@ def test_a_price_that_must_keep_rising_is_not_trailed() -> None:
 @pytest.mark.parametrize("momentum", [0.8, 0.9])
 def test_a_kl_that_carries_on_is_neither_overshot_nor_chased(momentum: float) -> None:
     runs = [follow(Hold(0.05, "token"), carrying(seed, momentum), 60, told(0.34))[0] for seed in range(20)]
-    entered = [run[next(t for t, kl in enumerate(run) if abs(kl - 1) <= 0.2) :] for run in runs]
-    inside = [abs(kl - 1) <= 0.2 for run in entered for kl in run]
-    assert fmean(inside) > 0.8, "0.85 and 0.93 here; direct model alone 0.76 and 0.64, best constant 0.83 and 0.85"
+    assert share_in_band(runs) > 0.8, (
+        "0.85 and 0.93 here; direct model alone 0.76 and 0.64, best constant 0.83 and 0.85"
+    )
+
+
+def test_a_swing_that_batches_make_is_damped_and_not_followed() -> None:
+    ours = [follow(Hold(0.05, "token"), swinging(seed), 60, told(0.34))[0] for seed in range(30)]
+    best = max(
+        share_in_band([[step(beta) for _ in range(60)] for step in map(swinging, range(30))])
+        for beta in (0.25, 0.265, 0.28, 0.295, 0.31)
+    )
+    assert share_in_band(ours) > best, "0.63 against 0.61; 0.57 where the swing is read as one of beta*"
+
+
+def test_a_fast_plant_that_has_settled_too_low_is_not_waited_for() -> None:
+    _, betas = follow(Hold(0.05, "token"), plant(0.4, 0.3), 20, told(0.38))
+    assert betas[14] < 0.33, "0.318; 0.341 where a climb that takes 40 steps counts as one, though KL settles in three"
 
 
 def test_which_of_the_two_a_plant_is_shows() -> None:
@@ -307,6 +350,33 @@ def test_under_a_clamp_the_strain_reads_off_the_price() -> None:
         state = hold.update(state, 0.1 * x * x, effort=effort)
     strain = 1 - state.beta / 0.5
     assert 0.02 < strain < 0.2, state
+
+
+def test_the_clamp_is_left_little_to_undo_on_a_fast_plant() -> None:
+    # What it undoes is what was learnt at no KL, too: 2.5 % of the displacement a step, not a third of the free pace.
+    hold = Hold(0.1, "token", init_beta=0.2, clamped=True)
+    state, x, efforts = hold.init(), 0.0, []
+    for _ in range(80):
+        x = max(x + 0.25 * (1 - x * state.beta / 0.5), 0.0)
+        efforts.append(max(math.log(x), 0.0))
+        x = min(x, 1.0)
+        state = hold.update(state, 0.1 * x * x, effort=efforts[-1])
+    assert 0.01 < fmean(efforts[40:]) < 0.035
+
+
+def test_a_slow_plant_is_given_back_its_push_before_it_meets_the_clamp() -> None:
+    total, runs = [], []
+    for seed in range(20):
+        undone: list[float] = []
+        hold, step = Hold(0.05, "token", clamped=True), carrying(seed, 0.9, undone)
+        state, kls = replace(told(0.34), lean=1.0), []
+        for _ in range(60):
+            kls.append(step(state.beta))
+            state = hold.update(state, kls[-1] * 0.05, effort=undone[-1])
+        total.append(sum(undone))
+        runs.append(kls)
+    assert fmean(total) < 0.17, "0.26 where the price rises only once the clamp has acted"
+    assert share_in_band(runs) > 0.95
 
 
 def test_a_laxer_clamp_does_not_let_kl_rest_above_the_target() -> None:
