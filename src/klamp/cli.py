@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import io
+import itertools
 import json as jsonlib
 import os
 import re
@@ -200,7 +201,21 @@ def _parsed(target: Callable[..., Any], args: list[str], **options: Any) -> Any:
             error = error.__context__
         if error is not None:
             raise error from None
+        _refuse_switch_values(args, unseen.getvalue())
     return tyro.cli(target, args=args, **options)  # once more for all to see: the help, or what does not parse
+
+
+def _refuse_switch_values(args: list[str], said: str) -> None:
+    """``--kl.clamp false`` by the flag that does it; tyro only says that it does not know ``false``."""
+    unknown_options = next((line for line in said.splitlines() if "Unrecognized options: " in line), "")
+    for flag, value in itertools.pairwise(" ".join(args).replace("=", " ").split()):
+        if not flag.startswith("--") or value not in ("true", "false"):
+            continue
+        if value not in unknown_options or flag in unknown_options:
+            continue
+        part, dot, leaf = flag[2:].rpartition(".")
+        on, off = f"--{part}{dot}{leaf.removeprefix('no-')}", f"--{part}{dot}no-{leaf.removeprefix('no-')}"
+        raise ConfigError(f"{flag} is a switch and takes no value, got {value!r}. {on} is on, {off} is off.")
 
 
 def _typed(function: Callable[..., Any]) -> Callable[[list[str]], None]:

@@ -149,6 +149,23 @@ def test_an_error_about_a_flag_names_the_flag(
     assert not any(form in said for form in ("Hold", "Fixed(", "=True", "per='"))
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            ("--kl.clamp", "false"),
+            "--kl.clamp is a switch and takes no value, got 'false'. --kl.clamp is on, --kl.no-clamp",
+        ),
+        (("--kl.clamp=false",), "--kl.no-clamp is off"),
+        (("--no-resume", "true"), "--resume is on, --no-resume is off"),
+        (("--nonsense", "true"), "Unrecognized options: --nonsense, true"),
+    ],
+)
+def test_a_switch_given_a_value_is_named(given: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert code(["train", *given]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
 def test_flags_on_top_of_a_file_may_lean_on_its_unit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -187,7 +187,7 @@ class Hold:
         beta = clip(beta, *self.bounds)
         known = replace(Belief(DIRECT), best=math.log(beta), doubt=(*Belief.doubt[:7], doubt, *Belief.doubt[8:]))
         inert = replace(known, answer=INERT)
-        return HoldState(beta=beta, felt=1 / beta, direct=known, inert=inert, odds=FIRST_ODDS, lean=float(self.clamped))
+        return HoldState(beta=beta, felt=1 / beta, direct=known, inert=inert, lean=float(self.clamped))
 
     def _tokens(self, length: float | None) -> float:
         if self.per == "sequence":
