@@ -86,8 +86,8 @@ MOST_CHANGE = 0.2  # of log beta a step
 FIRST_STEP = 0.5  # the first step of x over the free pace is 1 to 2 with Adam, whatever the price: KL has no slope at 0
 PACE_WINDOW = 0.2  # later, the free pace is the fastest climb of 0.2
 PACE_KEPT = 0.9985  # and is forgotten by 0.15 % a step
-ROOM, KNOWN = 0.5, 0.35  # or halfway by a slower climb that the price, known to a third, did not halve: the first
-# reading may have been bfloat16's noise
+ROOM, KNOWN = 0.5, 0.35  # or halfway by a slower climb that the price, told and known to a third, did not halve: the
+# first reading may have been bfloat16's noise. From ten times the price a slow climb says nothing of the free pace
 UNCLAMPED = 1.15  # x that a clamp would not have let pass: there is none any more
 
 
@@ -95,6 +95,8 @@ UNCLAMPED = 1.15  # x that a clamp would not have let pass: there is none any mo
 class HoldState(State):
     """What the controller believes of the plant, relative to the target."""
 
+    told: int = 0
+    """1 where the first price was told: then it was about right, and what KL does under it can be taken at its word."""
     moved: int = 0
     """Readings since KL left zero."""
     felt: float = 0.0
@@ -179,15 +181,15 @@ class Hold:
         is where the best constants of real and simulated runs lay: 0.4 to 0.8 of the small-tilt value.
         """
         if spread is None:
-            return self._start(self.init_beta, UNKNOWN_PRICE)
+            return self._start(self.init_beta, UNKNOWN_PRICE, told=0)
         require_number("spread", spread, above=0, way_out="It is the RMS spread of the advantages in a group.")
-        return self._start(0.65 * spread / math.sqrt(2 * self.target * self._tokens(length)), TOLD_PRICE)
+        return self._start(0.65 * spread / math.sqrt(2 * self.target * self._tokens(length)), TOLD_PRICE, told=1)
 
-    def _start(self, beta: float, doubt: float) -> HoldState:
+    def _start(self, beta: float, doubt: float, *, told: int) -> HoldState:
         beta = clip(beta, *self.bounds)
         known = replace(Belief(DIRECT), best=math.log(beta), doubt=(*Belief.doubt[:7], doubt, *Belief.doubt[8:]))
         inert = replace(known, answer=INERT)
-        return HoldState(beta=beta, felt=1 / beta, direct=known, inert=inert, lean=float(self.clamped))
+        return HoldState(beta=beta, told=told, felt=1 / beta, direct=known, inert=inert, lean=float(self.clamped))
 
     def _tokens(self, length: float | None) -> float:
         if self.per == "sequence":
@@ -308,7 +310,7 @@ def _pace(before: HoldState, state: HoldState) -> HoldState:
     if climbed >= PACE_WINDOW:
         pace = climbed / timed
         room = 1 - state.x / (math.exp(state.best) * state.felt)  # the share of the free pace that the price leaves
-        if state.direct.price_doubt < KNOWN and room > ROOM and pace / room < free:
+        if state.told and state.direct.price_doubt < KNOWN and room > ROOM and pace / room < free:
             free = math.sqrt(free * pace / room)
         return replace(state, free=min(max(free, pace), 1.0), climbed=0.0, timed=0)
     if climbed <= 0:
