@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from klamp.errors import ConfigError
-from klamp.experiments.compare import CompareConfig, run
+from klamp.experiments.compare import CompareConfig, _grown, run
 from klamp.experiments.folder import Folder, read_settings
 from klamp.experiments.sweep import SweepConfig, pareto, plan
 from klamp.experiments.sweep import run as run_sweep
@@ -58,13 +59,50 @@ def test_another_configuration_is_refused_and_more_arms_are_not(tmp_path: Path) 
     with folder.claimed("compare", {"steps": 60, "arms": ["hold"]}, may_grow=("arms",)):
         pass
     before = folder.settings.read_bytes()
-    with pytest.raises(ConfigError, match="steps differ"), folder.claimed("compare", {"steps": 61, "arms": ["hold"]}):
+    with (
+        pytest.raises(ConfigError, match="steps is 60 there and 61 here"),
+        folder.claimed("compare", {"steps": 61, "arms": ["hold"]}),
+    ):
         pass
     with pytest.raises(ConfigError, match="it is a compare"), folder.claimed("sweep", {"steps": 60}):
         pass
     assert folder.settings.read_bytes() == before
     with folder.claimed("compare", {"steps": 60, "arms": ["hold", "static"]}, may_grow=("arms",)):
         assert read_settings(folder.path)["arms"] == ["hold", "static"]
+
+
+def test_asking_for_less_drops_nothing_that_a_folder_holds(tmp_path: Path) -> None:
+    folder, whole = Folder(tmp_path), CompareConfig(arms=("static", "hold"), oracle=True).resolved()
+    with folder.claimed("compare", asdict(whole)):
+        pass
+    asked = _grown(CompareConfig(arms=("hold-price", "static"), seeds=1).resolved(), folder)
+    assert (asked.arms, asked.seeds, asked.oracle) == (("static", "hold", "hold-price"), 3, True)
+    assert _grown(whole, Folder(tmp_path / "new")) is whole
+
+
+@pytest.mark.parametrize("left_out", [True, False])
+def test_a_usual_value_written_out_is_the_same_comparison(tmp_path: Path, left_out: bool) -> None:
+    folder, plain = Folder(tmp_path), CompareConfig()
+    usual = {"target": 0.05, "per": "token", "lr": 1.5e-3}
+    with folder.claimed("compare", asdict(plain if left_out else plain.resolved())):
+        pass
+    folder.check("compare", asdict(CompareConfig(**usual)), usual=usual)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"lr is 0\.0015 there and 0\.001 here"):
+        folder.check("compare", asdict(CompareConfig(lr=1e-3).resolved()), usual=usual)
+
+
+def test_a_model_that_cannot_be_fetched_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> str:
+        raise ConfigError(f"{name} could be fetched from neither source")
+
+    monkeypatch.setattr("klamp.models.resolve", fail)
+    for begin in (
+        lambda: run(CompareConfig(model="smollm2"), tmp_path / "out"),
+        lambda: run_sweep(SweepConfig(over=("kl.beta=1,2",), model="smollm2"), tmp_path / "out"),
+    ):
+        with pytest.raises(ConfigError, match="neither source"):
+            begin()
+    assert not (tmp_path / "out").exists()
 
 
 def _hold(path: str, ready: Any, leave: Any) -> None:

@@ -150,6 +150,7 @@ def test_a_sweep_runs_and_ends_in_table_and_frontier(tmp_path: Path) -> None:
     found = sweep.run(config, tmp_path / "out")
     assert [p.label for p in found.points] == ["kl.beta=0.01", "kl.beta=1"]
     assert found.frontier
+    assert found.target is None, "nothing reads a target under a constant beta"
     assert "reward-KL frontier" in sweep.sentence(found)
     assert sweep.table(found).row_count == 2
     before = stamps(tmp_path)

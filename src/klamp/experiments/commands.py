@@ -23,7 +23,7 @@ def compare(
     Args:
         config: What is compared.
         out: Folder of the comparison.
-        jobs: Runs at a time; 0 for one a core.
+        jobs: Runs at a time; 0 for one a core, at most four a GPU.
     """
     from klamp.experiments import compare as comparing
     from klamp.experiments import tables, verdict
@@ -68,7 +68,7 @@ def sweep(
         heldout: Text file for held-out perplexity, one passage a line.
         out: Folder of the sweep.
         engine: Processes on this machine, or a Ray cluster (pip install 'klamp[ray]').
-        jobs: Runs at a time; 0 for one a core.
+        jobs: Runs at a time; 0 for one a core, at most four a GPU.
     """
     from klamp.experiments import sweep as sweeping
     from klamp.experiments import tables

@@ -7,15 +7,16 @@ apart on the first seed, then seven around the best of those on every seed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from klamp import models
 from klamp.experiments import arms as arm_set
 from klamp.experiments import jobs, pool, records
 from klamp.experiments.arms import Arm
 from klamp.experiments.figures import Figures, figures
-from klamp.experiments.folder import Folder
+from klamp.experiments.folder import Folder, read_settings
 from klamp.experiments.jobs import Job
 from klamp.experiments.plan import CompareConfig as CompareConfig
 from klamp.experiments.progress import Progress
@@ -46,10 +47,14 @@ class Comparison:
 def run(config: CompareConfig, out: str | Path, *, at_once: int = 0) -> Comparison:
     """Every arm and seed, those already finished left alone; then what is on disk, read back."""
     folder = Folder(out)
+    config = _grown(config.resolved(), folder)
     chosen = arm_set.parse(config.arms, config.static_beta)
     pool.check_asked(at_once)
     _check_runs(config, chosen, folder)
-    with folder.claimed("compare", asdict(config), may_grow=MAY_GROW):
+    usual = {"target": 0.05, "per": "token", "lr": replace(config, lr=None).resolved().lr}
+    folder.check("compare", asdict(config), may_grow=MAY_GROW, usual=usual)
+    models.resolve(config.model)  # fetched here, where its progress is seen, and before the folder is claimed
+    with folder.claimed("compare", asdict(config), may_grow=MAY_GROW, usual=usual):
         _reference(config, chosen[0], folder)
         # The clamp's arm takes longest and comes last in the list: begun first, it does not run on alone at the end.
         _train(config, folder, [(arm, seed) for seed in range(config.seeds) for arm in reversed(chosen)], at_once)
@@ -60,6 +65,22 @@ def run(config: CompareConfig, out: str | Path, *, at_once: int = 0) -> Comparis
             fine = [arm_set.constant(b) for b in arm_set.fine_constants(float(best.kl["beta"]))]
             _train(config, folder, [(arm, seed) for seed in range(config.seeds) for arm in fine], at_once)
         return load(folder.path, config, chosen)
+
+
+def _grown(config: CompareConfig, folder: Folder) -> CompareConfig:
+    """``config`` with the arms, seeds and oracle that the folder holds already: asking for fewer drops none of them."""
+    if not folder.settings.is_file():
+        return config
+    old = read_settings(folder.path)
+    if old.get("kind") != "compare":
+        return config  # refused when the folder is claimed
+    arms, seeds = old.get("arms"), old.get("seeds")
+    return replace(
+        config,
+        arms=tuple(dict.fromkeys((*(arms if isinstance(arms, list) else ()), *config.arms))),
+        seeds=max(seeds if isinstance(seeds, int) else 0, config.seeds),
+        oracle=config.oracle or old.get("oracle") is True,
+    )
 
 
 def load(path: Path, config: CompareConfig, chosen: Sequence[Arm]) -> Comparison:

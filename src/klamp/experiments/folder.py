@@ -7,6 +7,7 @@ import fcntl
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from klamp.errors import ConfigError
@@ -14,6 +15,7 @@ from klamp.train.runs import atomic_text, no_links_out
 
 SETTINGS = "experiment.json"
 FORMAT = "klamp-experiment/1"
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Folder:
@@ -29,12 +31,20 @@ class Folder:
         self.report = self.path / "report.html"
 
     @contextlib.contextmanager
-    def claimed(self, kind: str, settings: Mapping[str, Any], *, may_grow: tuple[str, ...] = ()) -> Iterator[None]:
+    def claimed(
+        self,
+        kind: str,
+        settings: Mapping[str, Any],
+        *,
+        may_grow: tuple[str, ...] = (),
+        usual: Mapping[str, Any] = NOTHING,
+    ) -> Iterator[None]:
         """Hold the folder for this process; refuse one in use, of another configuration, or not klamp's.
 
-        Fields of ``may_grow`` may differ from last time: more arms or seeds are more runs, not other ones.
+        Fields of ``may_grow`` may differ from last time: more arms or seeds are more runs, not other ones. ``usual`` is
+        what a field meant that was left out then.
         """
-        self._check(kind, settings, may_grow)
+        self.check(kind, settings, may_grow=may_grow, usual=usual)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             handle = (self.path / ".lock").open("a+")
@@ -45,11 +55,19 @@ class Folder:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise ConfigError(f"--out {str(self.path)!r} is in use by another process.") from None
-            self._check(kind, settings, may_grow)
+            self.check(kind, settings, may_grow=may_grow, usual=usual)
             atomic_text(self.settings, json.dumps({"format": FORMAT, "kind": kind, **settings}, indent=1) + "\n")
             yield
 
-    def _check(self, kind: str, settings: Mapping[str, Any], may_grow: tuple[str, ...]) -> None:
+    def check(
+        self,
+        kind: str,
+        settings: Mapping[str, Any],
+        *,
+        may_grow: tuple[str, ...] = (),
+        usual: Mapping[str, Any] = NOTHING,
+    ) -> None:
+        """Refuse a folder of another configuration, or one that is not klamp's; nothing is written."""
         if not self.path.exists():
             return
         if not self.path.is_dir():
@@ -62,11 +80,12 @@ class Folder:
                     f"--out {str(self.path)!r} is not empty and is no experiment of klamp's. Choose another --out."
                 )
             return
-        old = read_settings(self.path)
+        old = {k: usual.get(k) if v is None else v for k, v in read_settings(self.path).items()}
         now = json.loads(json.dumps(dict(settings)))
         different = [k for k in now if k not in may_grow and old.get(k) != now[k]]
         if old.get("kind") != kind or different:
-            what = f"it is a {old.get('kind')}" if old.get("kind") != kind else f"{', '.join(different[:5])} differ"
+            told = [f"{k} is {json.dumps(old.get(k))} there and {json.dumps(now[k])} here" for k in different[:3]]
+            what = f"it is a {old.get('kind')}" if old.get("kind") != kind else ", ".join(told)
             raise ConfigError(
                 f"--out {str(self.path)!r} belongs to another configuration: {what}. Choose another --out, or the "
                 "settings it was made with."

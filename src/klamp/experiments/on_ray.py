@@ -5,6 +5,7 @@ Ray is started on this machine where no cluster is named by ``RAY_ADDRESS``.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,14 +17,19 @@ from klamp.experiments.pool import ExperimentError
 from klamp.experiments.progress import Progress
 
 
+def need_ray() -> None:
+    """Say that Ray is missing before anything is made."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("--engine ray needs Ray. pip install 'klamp[ray]', or leave --engine out.")
+
+
 def run_ray(jobs: Sequence[Job], *, at_once: int = 0, progress: Progress) -> None:
     """Every job as a Ray task of one core, and of a share of a GPU where the cluster has some."""
     if not jobs:
         return
-    try:
-        import ray
-    except ModuleNotFoundError:
-        raise ConfigError("--engine ray needs Ray. pip install 'klamp[ray]', or leave --engine out.") from None
+    need_ray()
+    import ray
+
     own = not ray.is_initialized()
     if own:
         ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -93,6 +93,11 @@ class CompareConfig:
                 rewards.resolve(name)
         if self.heldout is not None and not Path(self.heldout).is_file():
             raise ConfigError(f"--heldout {self.heldout!r} is not a file. Give a text file, one passage a line.")
+
+    def resolved(self) -> CompareConfig:
+        """With its usual values written out: left out or spelt out, they are the same comparison."""
+        lr = RATES.get(self.model, RATE) if self.lr is None else self.lr
+        return replace(self, target=self.target or 0.05, per=self.per or "token", lr=lr)
 
     def train_config(self, arm: Arm, seed: int, run: Path) -> TrainConfig:
         """The run of one arm and seed."""

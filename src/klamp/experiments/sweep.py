@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from klamp import models
 from klamp.errors import ConfigError, require_number
-from klamp.experiments import effect, jobs, over, pool, records
+from klamp.experiments import effect, jobs, on_ray, over, pool, records
 from klamp.experiments.figures import Figures, figures
 from klamp.experiments.folder import Folder
 from klamp.experiments.jobs import Job
@@ -112,9 +112,12 @@ def run(config: SweepConfig, out: str | Path, *, engine: Engine = "local", at_on
     folder = Folder(out)
     pool.check_asked(at_once)
     planned = plan(config, folder)
-    models.resolve(planned[0][2].model) if planned[0][2].model != "smollm2" else None
     data.load(planned[0][2].prompts, planned[0][2].model)
     settings = asdict(config)
+    folder.check("sweep", settings, may_grow=("seeds",))
+    if engine == "ray":
+        on_ray.need_ray()
+    models.resolve(planned[0][2].model)  # fetched here, where its progress is seen, and before the folder is claimed
     with folder.claimed("sweep", settings, may_grow=("seeds",)):
         todo = [_job(config, folder, label, made) for label, _, made in planned if not _finished(made)]
         progress = Progress()
@@ -125,9 +128,7 @@ def run(config: SweepConfig, out: str | Path, *, engine: Engine = "local", at_on
         already = sum(records.last_step(Path(job.config["run"])) for job in todo)
         with progress.live("sweep", sum(job.steps for job in todo), already):
             if engine == "ray":
-                from klamp.experiments.on_ray import run_ray
-
-                run_ray(todo, at_once=at_once, progress=progress)
+                on_ray.run_ray(todo, at_once=at_once, progress=progress)
             else:
                 at_once = pool.processes(at_once, len(todo))
                 pool.run_local(todo, at_once=at_once, logs=folder.logs, progress=progress)
@@ -182,7 +183,8 @@ def load(config: SweepConfig, folder: Folder) -> Sweep:
     planned = plan(config, folder)
     for label, changes, made in planned:
         grouped.setdefault(label, (changes, []))[1].append(records.read(Path(made.run)))
-    targets = {made.kl.target for _, _, made in planned}
+    # A constant price without a clamp has a target in its settings, and nothing that reads it.
+    targets = {m.kl.target if m.kl.controller != "fixed" or m.kl.clamp else None for _, _, m in planned}
     target = targets.pop() if len(targets) == 1 else None
     points = [Point(name, c, runs, figures(name, runs, target)) for name, (c, runs) in grouped.items()]
     return Sweep(folder.path, points, target, planned[0][2].kl.per or "token", jobs.read_reference(folder.reference))

@@ -1,4 +1,4 @@
-"""The main figure as PNG and PDF: reward, KL with its band, beta and held-out perplexity."""
+"""The main figure as PNG and PDF: reward, KL with its band, held-out perplexity, and beta or a sweep's frontier."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def save(view: View, folder: Path) -> list[Path]:
     figure = Figure(figsize=(9.6, 6.4), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (key, title) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
-        _panel(axes, key, title, view, data)
+        if view.title == "sweep" and key == "beta":
+            _frontier(axes, view, data)
+        else:
+            _panel(axes, key, title, view, data)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False, fontsize=9)
@@ -50,8 +53,23 @@ def _panel(axes: Any, key: str, title: str, view: View, data: dict[str, Any]) ->
         means = [y for n in data["arms"] for y in n[key]["y"] if y is not None]
         margin = 0.25 * (max(means, default=1.0) - min(means, default=0.0)) or 0.1
         axes.set_ylim(min(means, default=0.0) - margin, max(means, default=1.0) + margin)
+    _dress(axes, title, "step")
+
+
+def _frontier(axes: Any, view: View, data: dict[str, Any]) -> None:
+    """Where every run of a sweep has settled, and the best reward at each distance."""
+    front = data["frontier"]
+    axes.plot(front["x"], front["y"], color="#5a6675", linewidth=1, linestyle="--")
+    for arm, numbers in zip(view.arms, data["arms"], strict=True):
+        end = numbers["end"]
+        if end["x"] is not None and end["y"] is not None:
+            axes.errorbar(end["x"], end["y"], yerr=end["half"], color=arm.look.light, marker="o", capsize=3)
+    _dress(axes, "reward for distance; dashed: the frontier", "√KL")
+
+
+def _dress(axes: Any, title: str, below: str) -> None:
     axes.set_title(title, fontsize=11, loc="left")
-    axes.set_xlabel("step", fontsize=9)
+    axes.set_xlabel(below, fontsize=9)
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
