@@ -97,8 +97,13 @@ def test_the_tables_numbers_are_those_of_metrics_jsonl(browser: chrome.Browser, 
         expected = _figures(page.parent / "runs" / arm)
         assert shown["in band"] == f"{100 * expected['in_band']:.1f} %"
         assert shown["max KL"] == f"{expected['highest']:.2f} ×"
-        assert shown["reward"] == f"{expected['reward']:.3f}"
-        assert shown["perplexity"] == f"{expected['perplexity']:.2f}"
+        assert shown["KL"] == f"{expected['kl/steered']:.4f}"
+        assert shown["reward"] == f"{expected['reward/mean']:.3f}"
+        assert shown["perplexity"] == f"{expected['heldout/perplexity']:.2f}"
+        assert shown["on ref"] == f"{expected['heldout/perplexity_reference']:.2f}"
+        assert shown["entropy"] == f"{expected['policy/entropy']:.2f}"
+        assert shown["beta"] == f"{expected['kl/beta']:.3g}"
+        assert len(shown) == 8
 
 
 def test_the_charts_draw_the_means_over_seeds(browser: chrome.Browser, page: Path) -> None:
@@ -169,11 +174,11 @@ def _figures(arm: Path) -> dict[str, float]:
         if any(inside):
             held += [r["kl/steered"] / 0.05 for r in rows[inside.index(True) :]]
     late = [[r for r in rows if r["step"] >= 30] for rows in runs]
+    keys = ("kl/steered", "kl/beta", "reward/mean", "policy/entropy", "heldout/perplexity")
     return {
         "in_band": fmean(abs(v - 1) <= 0.2 for v in held),
         "highest": max(held),
-        "reward": fmean(fmean(r["reward/mean"] for r in rows) for rows in late),
-        "perplexity": fmean(fmean(r["heldout/perplexity"] for r in rows if "heldout/perplexity" in r) for rows in late),
+        **{k: fmean(fmean(r[k] for r in rows if k in r) for rows in late) for k in (*keys, f"{keys[-1]}_reference")},
     }
 
 
