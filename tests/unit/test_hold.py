@@ -71,7 +71,7 @@ def carrying(seed: int, momentum: float, undone: list[float] | None = None) -> C
         t += 1
         x = max(x + pace / (1 - momentum**t), 0.0)
         if undone is not None:
-            undone.append(max(math.log(max(x, 1.0)), 0.0))
+            undone.append(math.log(max(x, 1.0)))
             x = min(x, 1.0)
         return reading
 

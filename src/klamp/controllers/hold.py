@@ -181,15 +181,15 @@ class Hold:
         is where the best constants of real and simulated runs lay: 0.4 to 0.8 of the small-tilt value.
         """
         if spread is None:
-            return self._start(self.init_beta, UNKNOWN_PRICE, told=0)
+            return self._start(self.init_beta, told=False)
         require_number("spread", spread, above=0, way_out="It is the RMS spread of the advantages in a group.")
-        return self._start(0.65 * spread / math.sqrt(2 * self.target * self._tokens(length)), TOLD_PRICE, told=1)
+        return self._start(0.65 * spread / math.sqrt(2 * self.target * self._tokens(length)), told=True)
 
-    def _start(self, beta: float, doubt: float, *, told: int) -> HoldState:
-        beta = clip(beta, *self.bounds)
+    def _start(self, beta: float, *, told: bool) -> HoldState:
+        beta, doubt = clip(beta, *self.bounds), TOLD_PRICE if told else UNKNOWN_PRICE
         known = replace(Belief(DIRECT), best=math.log(beta), doubt=(*Belief.doubt[:7], doubt, *Belief.doubt[8:]))
         inert = replace(known, answer=INERT)
-        return HoldState(beta=beta, told=told, felt=1 / beta, direct=known, inert=inert, lean=float(self.clamped))
+        return HoldState(beta=beta, told=int(told), felt=1 / beta, direct=known, inert=inert, lean=float(self.clamped))
 
     def _tokens(self, length: float | None) -> float:
         if self.per == "sequence":

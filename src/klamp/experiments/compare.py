@@ -51,7 +51,8 @@ def run(config: CompareConfig, out: str | Path, *, at_once: int = 0) -> Comparis
     chosen = arm_set.parse(config.arms, config.static_beta)
     pool.check_asked(at_once)
     _check_runs(config, chosen, folder)
-    usual = {"target": 0.05, "per": "token", "lr": replace(config, lr=None).resolved().lr}
+    left_out = replace(config, target=None, per=None, lr=None).resolved()
+    usual = {"target": left_out.target, "per": left_out.per, "lr": left_out.lr}
     folder.check("compare", asdict(config), may_grow=MAY_GROW, usual=usual)
     models.resolve(config.model)  # fetched here, where its progress is seen, and before the folder is claimed
     with folder.claimed("compare", asdict(config), may_grow=MAY_GROW, usual=usual):

@@ -183,8 +183,7 @@ def load(config: SweepConfig, folder: Folder) -> Sweep:
     planned = plan(config, folder)
     for label, changes, made in planned:
         grouped.setdefault(label, (changes, []))[1].append(records.read(Path(made.run)))
-    # A constant price without a clamp has a target in its settings, and nothing that reads it.
-    targets = {m.kl.target if m.kl.controller != "fixed" or m.kl.clamp else None for _, _, m in planned}
+    targets = {None if effect.idle("kl.target", made) else made.kl.target for _, _, made in planned}
     target = targets.pop() if len(targets) == 1 else None
     points = [Point(name, c, runs, figures(name, runs, target)) for name, (c, runs) in grouped.items()]
     return Sweep(folder.path, points, target, planned[0][2].kl.per or "token", jobs.read_reference(folder.reference))
