@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from klamp import jsonl
+from klamp.cli.measure import _completions
 from klamp.errors import ConfigError
 from klamp.experiments import records
-from klamp.measure.command import _completions
 from klamp.train import data
 from klamp.train.config import TrainConfig
 from klamp.train.settings import LARGEST, from_yaml

@@ -1,4 +1,4 @@
-"""``klamp compare``, ``klamp sweep`` and ``klamp report`` as functions; flags and help come from what stands here."""
+"""``klamp compare``, ``klamp sweep`` and ``klamp report``."""
 
 from __future__ import annotations
 
@@ -110,3 +110,17 @@ def _need_report() -> None:
     for name in ("plotly", "matplotlib"):
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"the report needs {name}. pip install 'klamp[report]'.")
+
+
+def refuse_fields(args: list[str]) -> None:
+    """A flag of train's given to sweep, as --optim.lr 1e-3: it is a field for --set there."""
+    from klamp.train.config import TrainConfig
+    from klamp.train.settings import fields_of
+
+    names = {name for name, _ in fields_of(TrainConfig) if "." in name}
+    for item, following in zip(args, [*args[1:], ""], strict=True):
+        flag, equals, value = item.partition("=")
+        field = flag.removeprefix("--").replace("-", "_")
+        if item.startswith("--") and field in names:
+            value = value if equals else following or "VALUE"
+            raise ConfigError(f"klamp sweep has no {flag}. Write --set {field}={value}, or --over {field}=A,B,C.")
