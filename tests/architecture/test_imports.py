@@ -15,9 +15,9 @@ import klamp
 
 ROOT = Path(klamp.__file__).parent
 LAYERS = [
-    {"errors", "masked", "jsonl", "plain", "functions"},
+    {"errors", "masked", "jsonl", "plain", "functions", "sharded"},
     {"estimators", "controllers", "placements", "clamp", "objectives", "kernels"},
-    {"compat", "audit", "monitor", "models", "references"},
+    {"compat", "audit", "monitor", "models", "references", "sampling"},
     {"train"},
     {"local_backend", "local", "integrations", "measure", "experiments", "report"},
     {"cli"},

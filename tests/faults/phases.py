@@ -52,8 +52,8 @@ def through(place: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def watch() -> None:
     """Put :func:`reach` into sampling (at each token), training (at each loss), saving (at each file) and between."""
+    from klamp.sampling.decode import Decoder
     from klamp.train import checkpoint
-    from klamp.train.decode import Decoder
     from klamp.train.learner import Learner
     from klamp.train.loop import Stop
 

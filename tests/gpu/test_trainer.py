@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from klamp import models
+from klamp.sampling import fast_modules
 from klamp.train import lean
 from klamp.train.config import AlgorithmConfig, KLConfig, OptimConfig, RolloutConfig, TrainConfig
 from klamp.train.loop import Trainer
-from klamp.train.sharded import digest
+from klamp.sharded import digest
 
 pytestmark = pytest.mark.gpu
 
@@ -173,11 +174,11 @@ def test_the_lean_lora_is_pefts_under_autocast() -> None:
 
 def test_the_lean_norm_is_within_bfloat16_of_transformers() -> None:
     model = models.load_model("tiny", dtype=torch.bfloat16, device="cuda")
-    norm = next(m for m in model.modules() if type(m).__name__ in lean.NORMS)
+    norm = next(m for m in model.modules() if type(m).__name__ in fast_modules.NORMS)
     x = torch.randn(64, norm.weight.shape[0], device="cuda", dtype=torch.bfloat16, requires_grad=True)
     own = norm(x)
     theirs = [own.detach(), *torch.autograd.grad(own.float().square().sum(), [x, norm.weight])]
-    quick = lean.NormForward(norm)(x)
+    quick = fast_modules.NormForward(norm)(x)
     ours = [quick.detach(), *torch.autograd.grad(quick.float().square().sum(), [x, norm.weight])]
     for a, b in zip(ours, theirs, strict=True):
         assert a.dtype == b.dtype

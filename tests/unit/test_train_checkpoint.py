@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from klamp.errors import ConfigError
 from klamp.models import load_model
+from klamp.sharded import digest
 from klamp.train import checkpoint
 from klamp.train.anchors import ReferencePolicyError, saved_steps
 from klamp.train.checkpoint import CheckpointError, damage, folder_of
-from klamp.train.sharded import digest
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from klamp.sampling import fast_modules
 from klamp.train import lean
 
 
@@ -102,7 +103,7 @@ def test_adapters_are_switched_as_peft_switches_them() -> None:
     policy = made(input_ids=ids()).logits
     trained = {n for n, p in made.named_parameters() if p.requires_grad}
     lean.lean_lora(made)
-    layers = lean.lora_layers(made)
+    layers = fast_modules.lora_layers(made)
     with lean.adapter(layers, None):
         torch.testing.assert_close(made(input_ids=ids()).logits, base, rtol=1e-9, atol=1e-12)
     with lean.adapter(layers, "other"):
@@ -118,9 +119,9 @@ def test_norms_are_transformers() -> None:
     for p in made.parameters():
         p.requires_grad_(True)
     before = outcome(made)
-    lean.lean_norms(made)
+    fast_modules.lean_norms(made)
     norms = [m for m in made.modules() if type(m).__name__ == "LlamaRMSNorm"]
-    assert all(isinstance(m.forward, lean.NormForward) for m in norms)
+    assert all(isinstance(m.forward, fast_modules.NormForward) for m in norms)
     # transformers computes the norm in float32 whatever it is given, so float64 says nothing here.
     torch.testing.assert_close(outcome(made), before, rtol=1e-4, atol=1e-6)
     wide = norms[0](torch.ones(2, 48, dtype=torch.bfloat16))
@@ -149,8 +150,8 @@ def decoded(made: Any) -> list[Tensor]:
 def test_decoding_is_transformers() -> None:
     made = model(torch.float32)
     before = decoded(made)
-    lean.lean_decoding(made)
-    assert made.config._attn_implementation == lean.GROUPED
+    fast_modules.lean_decoding(made)
+    assert made.config._attn_implementation == fast_modules.GROUPED
     # Other orders of float32 sums, and norms with one rounding fewer.
     torch.testing.assert_close(decoded(made), before, rtol=1e-4, atol=1e-5)
 
@@ -159,13 +160,13 @@ def test_without_a_mask_of_its_own_grouped_attention_is_sdpa() -> None:
     made = model(torch.float32)
     attention = torch.tensor([[1] * 7, [0] * 2 + [1] * 5, [1] * 7])
     before = made(input_ids=ids(), attention_mask=attention).logits
-    lean.lean_decoding(made)
+    fast_modules.lean_decoding(made)
     torch.testing.assert_close(made(input_ids=ids(), attention_mask=attention).logits, before, rtol=1e-4, atol=1e-5)
 
 
 def test_a_copy_of_a_lean_model_runs_on_its_own_weights() -> None:
     made = model(torch.float32)
-    lean.lean_norms(made)
+    fast_modules.lean_norms(made)
     other = copy.deepcopy(made)
     with torch.no_grad():
         for p in made.parameters():

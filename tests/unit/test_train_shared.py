@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from klamp.train import packed, shared
+from klamp.sampling import packed_linear as packed
+from klamp.sampling.decode import Decoder, Slot, fit_threads
+from klamp.train import shared
 from klamp.train.algorithms import needs_look, prepare
 from klamp.train.batch import Part
-from klamp.train.decode import Decoder, Slot, fit_threads
 
 FIRST = 5
 # Llama's norm is float32 whatever the model is: its rounding is what is left. GPT-2 is float64 throughout.

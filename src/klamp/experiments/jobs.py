@@ -18,12 +18,12 @@ import torch
 from klamp import models
 from klamp.errors import ConfigError
 from klamp.experiments.perplexity import Text, heldout, perplexity
+from klamp.sampling.sampler import Sampler, context_of
 from klamp.train import data
 from klamp.train.batch import Rollout, part
 from klamp.train.config import TrainConfig
 from klamp.train.loop import Trainer
 from klamp.train.policy import Policy
-from klamp.train.rollouts import Sampler, context_of
 from klamp.train.runs import RunFolder, atomic_text
 from klamp.train.settings import from_dict, to_dict
 

@@ -26,6 +26,7 @@ from klamp.local.encode import Encoder
 from klamp.local.trajectories import Choice, Message
 from klamp.monitor import Alarm
 from klamp.references import AdapterPath, Base, Ema, Periodic, ReferenceSpec, StepLag, parse
+from klamp.sampling.sampler import Sampler, context_of, end_ids
 from klamp.train import anchors, checkpoint
 from klamp.train.config import RolloutConfig, TrainConfig
 from klamp.train.data import mix
@@ -33,7 +34,6 @@ from klamp.train.launch import make_accelerator
 from klamp.train.learner import Learner, Outcome
 from klamp.train.loop import _learner
 from klamp.train.preflight import preflight
-from klamp.train.rollouts import Sampler, context_of, end_ids
 from klamp.train.runs import RunFolder, atomic_text
 from klamp.train.steering import Steering, described
 

@@ -16,9 +16,10 @@ import torch
 from klamp import models
 from klamp.errors import ConfigError
 from klamp.kernels import head_of
+from klamp.sampling.merged_model import ADAPTER
 from klamp.train.adapters import check_folder
 from klamp.train.batch import Part
-from klamp.train.policy import ADAPTER, Anchor, Policy
+from klamp.train.policy import Anchor, Policy
 
 REFERENCE = "klamp_reference"
 

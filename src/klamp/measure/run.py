@@ -23,10 +23,10 @@ from klamp.errors import ConfigError, require_number, writing
 from klamp.measure.figures import Estimate, Figures, total
 from klamp.measure.pair import Pair, load_pair
 from klamp.measure.score import given, records, token_map
+from klamp.sampling.sampler import Sampler, context_of
 from klamp.train.batch import Rollout
 from klamp.train.config import RolloutConfig
 from klamp.train.data import mix
-from klamp.train.rollouts import Sampler, context_of
 from klamp.train.runs import atomic_text, no_links_out, read_jsonl
 
 GO_ON = "run the same command again to go on where it stopped"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from klamp.errors import ConfigError, shown
-from klamp.train.policy import ADAPTER
+from klamp.sampling.merged_model import ADAPTER
 
 
 def check_folder(folder: Path, what: str = "kl.reference") -> dict[str, Any]:

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from klamp.errors import ConfigError, KlampError
 from klamp.kernels import head_of
 from klamp.references import AdapterPath, Base, CheckpointStep, Ema, FrozenModel, Periodic, ReferenceSpec, StepLag
+from klamp.sampling.merged_model import ADAPTER
+from klamp.sharded import digest, put, settle
 from klamp.train.adapters import check_adapter, check_folder
 from klamp.train.batch import Part
-from klamp.train.policy import ADAPTER, Anchor, Policy
-from klamp.train.sharded import digest, put, settle, shard
+from klamp.train.policy import Anchor, Policy
 
 REFERENCE = "klamp_reference"
 """Name of the reference's adapter inside the peft model; never saved."""
@@ -262,7 +263,9 @@ class SecondModel:
                 "FSDP2 the reference is sharded like the policy."
             )
         self.side.sharded = True
-        shard(accelerator, self.side)
+        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+        fsdp2_prepare_model(accelerator, self.side)
         self.weights = dict(self.side.model.named_parameters())
 
     def _follow_checkpoints(self, step: int) -> bool:

@@ -29,14 +29,14 @@ from torch import Tensor
 from klamp import models
 from klamp.errors import ConfigError, KlampError, shown, writing
 from klamp.references import CheckpointStep, StepLag, parse
+from klamp.sampling.merged_model import ADAPTER
+from klamp.sharded import put
 from klamp.train.anchors import ReferencePolicyError, saved_steps
 from klamp.train.config import TrainConfig
 from klamp.train.contents import Contents, collect, not_finite, restore_moments
 from klamp.train.data import mix
 from klamp.train.learner import Learner
-from klamp.train.policy import ADAPTER
 from klamp.train.runs import GO_ON, sync_folder
-from klamp.train.sharded import put
 
 FORMAT = "klamp-checkpoint/1"
 NOT_OURS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, SafetensorError)

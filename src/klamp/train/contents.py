@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from klamp.sharded import gathered, share, whole
 from klamp.train.learner import Learner
-from klamp.train.sharded import gathered, share, whole
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
-"""Norms known to be ``w · x / rms(x)``, the product taken after rounding to the input's dtype."""
-GROUPED = "klamp_grouped"
-"""Name of :func:`grouped_attention` among transformers' attention functions."""
-
 
 class LoraForward:
     """``x Wᵀ + b + s · (x Aᵀ) Bᵀ`` of a LoRA layer with one plain adapter, or peft's own forward."""
@@ -75,13 +70,6 @@ def lean_lora(model: nn.Module) -> None:
             layer.forward = LoraForward(layer)  # type: ignore[method-assign]
 
 
-def lora_layers(model: nn.Module) -> list[Any]:
-    """The LoRA layers of a model."""
-    from peft.tuners.lora import LoraLayer
-
-    return [m for m in model.modules() if isinstance(m, LoraLayer)]
-
-
 def only_lora(model: Any) -> bool:
     """Whether the model's adapters are LoRA matrices and nothing besides, which :func:`adapter` can switch."""
     configs = model.peft_config.values()
@@ -104,63 +92,3 @@ def adapter(layers: Iterable[Any], name: str | None) -> Iterator[None]:
     finally:
         for layer, disabled, active in before:
             layer._disable_adapters, layer._active_adapter = disabled, active
-
-
-class NormForward:
-    """``w · x / sqrt(mean(x²) + eps)`` in one operation, or the norm's own forward where the dtypes are mixed."""
-
-    def __init__(self, norm: Any) -> None:
-        self.norm, self.own = norm, norm.forward
-
-    def __call__(self, x: Tensor) -> Tensor:
-        weight = self.norm.weight
-        if x.dtype != weight.dtype:
-            return self.own(x)  # type: ignore[no-any-return]
-        return functional.rms_norm(x, weight.shape, weight, self.norm.variance_epsilon).to(x.dtype)
-
-
-def lean_norms(model: nn.Module) -> None:
-    """Every RMSNorm of a known kind takes :class:`NormForward`."""
-    modules: Iterable[Any] = model.modules()
-    for module in modules:
-        if type(module).__name__ in NORMS and not isinstance(module.forward, NormForward):
-            module.forward = NormForward(module)
-
-
-def grouped_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-) -> tuple[Tensor, None]:
-    """Attention of one new token over grouped heads without a copy of keys and values; SDPA for anything else.
-
-    The G query heads of a key head stand where queries stand: [n, K·G, 1, D] is read as [n, K, G, D], and all of them
-    see what the token sees.
-    """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    rows, heads, length, size = query.shape
-    groups = heads // key.shape[1]
-    bare = not options.get("dropout") and options.get("softcap") is None and options.get("position_bias") is None
-    if length != 1 or groups == 1 or attention_mask is None or not bare:
-        found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-        return found
-    out = functional.scaled_dot_product_attention(
-        query.reshape(rows, key.shape[1], groups, size),
-        key,
-        value,
-        attn_mask=attention_mask.expand(-1, -1, groups, -1),
-        scale=options.get("scaling"),
-    )
-    return out.reshape(rows, 1, heads, -1), None
-
-
-def lean_decoding(model: Any) -> None:
-    """A plain model whose attention is SDPA takes :func:`grouped_attention`; its norms take one operation each."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
-    if next(model.parameters()).device.type == "cuda":  # on a CPU the composed norm is as fast
-        lean_norms(model)
-    if model.config._attn_implementation == "sdpa":
-        AttentionInterface.register(GROUPED, grouped_attention)
-        AttentionMaskInterface.register(GROUPED, sdpa_mask)
-        model.config._attn_implementation = GROUPED

@@ -25,6 +25,8 @@ from klamp.monitor import Alarm
 from klamp.objectives import policy_loss, to_go, value_loss
 from klamp.placements import in_advantage, in_loss, sequence_exact
 from klamp.references import parse
+from klamp.sampling.merged_model import ADAPTER, MergedModel
+from klamp.sharded import settle, whole
 from klamp.train.algorithms import Look, Prepared, estimate, needs_look, prepare
 from klamp.train.anchors import AdapterOff, Reference, anchor
 from klamp.train.batch import Part, Rollout, parts
@@ -32,14 +34,12 @@ from klamp.train.config import TrainConfig
 from klamp.train.data import mix
 from klamp.train.figures import band, reward_metrics
 from klamp.train.optim import adamw, share_of_rate
-from klamp.train.policy import ADAPTER, Anchor, Policy
+from klamp.train.policy import Anchor, Policy
 from klamp.train.reading import Reading, Sums
 from klamp.train.recall import Recall
 from klamp.train.rewards import Scored
-from klamp.train.sharded import settle, whole
 from klamp.train.steering import Steering
 from klamp.train.tally import Tally
-from klamp.train.twin import twin
 
 
 class TrainingError(KlampError, RuntimeError):
@@ -62,7 +62,7 @@ class Learner:
     def __init__(self, config: TrainConfig, policy: Policy, accelerator: Any, run: Path) -> None:
         self.config, self.policy, self.accelerator = config, policy, accelerator
         self.sharded = policy.sharded = bool(accelerator.is_fsdp2)
-        self.twin = twin(policy, sharded=True) if self.sharded else None
+        self.merged = MergedModel(policy, sharded=True) if self.sharded else None
         """The sampler's model, made while the weights are whole."""
         self.steering = Steering(config.kl)
         spec = parse(config.kl.reference)

@@ -21,6 +21,7 @@ import torch
 from klamp import models
 from klamp.errors import ConfigError, KlampError
 from klamp.references import parse
+from klamp.sampling.sampler import Sampler, context_of
 from klamp.train import checkpoint, data
 from klamp.train.anchors import check_reference
 from klamp.train.batch import Rollout
@@ -31,7 +32,6 @@ from klamp.train.learner import Learner, Outcome, TrainingError
 from klamp.train.policy import build
 from klamp.train.preflight import preflight
 from klamp.train.rewards import RewardFunction, Scorer
-from klamp.train.rollouts import Sampler, context_of
 from klamp.train.runs import RunFolder
 
 
@@ -70,7 +70,7 @@ class Trainer:
         self._check_context(context)
         with _together(self.accelerator, config):
             self.learner = _learner(config, self.accelerator)
-        self.sampler = Sampler(self.learner.policy, self.tokenizer, config.rollout, context, self.learner.twin)
+        self.sampler = Sampler(self.learner.policy, self.tokenizer, config.rollout, context, self.learner.merged)
         self.display = Display(config.steps, quiet=quiet or not self.accelerator.is_main_process)
         self.stop = Stop()
 

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from klamp.errors import ConfigError
 from klamp.kernels import HeadSpec, TokenStats, head_of, token_stats, token_stats_from_logits
+from klamp.sampling.fast_modules import lean_norms, lora_layers
+from klamp.sampling.merged_model import ADAPTER
 from klamp.train import lean
 from klamp.train.batch import Part
 from klamp.train.config import TrainConfig
 from klamp.train.kept import Words, keeps, kept_stats, log_probs
 from klamp.train.shared import Backbone, inputs_of
-
-ADAPTER = "default"
 
 
 class States(NamedTuple):
@@ -69,9 +69,9 @@ class Policy(nn.Module):
         """Look for LoRA layers again: an adapter that is loaded later may bring some."""
         if self.lora:
             lean.lean_lora(self.model)
-            self.layers = lean.lora_layers(self.model)
+            self.layers = lora_layers(self.model)
         if next(self.model.parameters()).device.type == "cuda":  # a CPU gains nothing, and its runs stay as recorded
-            lean.lean_norms(self.model)
+            lean_norms(self.model)
 
     @property
     def _no_split_modules(self) -> Any:

@@ -16,12 +16,12 @@ from klamp.controllers import State
 from klamp.errors import KlampError
 from klamp.masked import sum_count
 from klamp.references import Base, CheckpointStep, Ema, Periodic, StepLag
+from klamp.sharded import share, whole
 from klamp.train.algorithms import needs_look, prepare
 from klamp.train.batch import Rollout
 from klamp.train.data import mix
 from klamp.train.learner import Learner
 from klamp.train.rewards import Scored
-from klamp.train.sharded import share, whole
 
 ROWS = 8
 """Sequences looked at."""

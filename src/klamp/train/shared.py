@@ -15,30 +15,18 @@ w = c - 1 columns of a tail (the last token predicts nothing), H hidden.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from klamp.sampling.prompts import Layout, layout, plain_cache, sees
 from klamp.train.batch import Part
 
 SAVED = 0.1
 """Share of a part's tokens that must be saved for the other layout to pay."""
 TRIED = 4
 """Sequences on which the two layouts are compared before the short one is used."""
-
-
-class Layout(NamedTuple):
-    """Where the sequences of a part stand in the rows that share prompts."""
-
-    rows: Tensor
-    """[P] a sequence that has each distinct prompt."""
-    which: Tensor
-    """[n] the prompt of each sequence."""
-    place: Tensor
-    """[n] its place among the tails of that prompt."""
-    tails: int
-    """G."""
 
 
 class Backbone:
@@ -72,15 +60,6 @@ def dtype_of(backbone: nn.Module) -> torch.dtype:
     return next(backbone.parameters()).dtype
 
 
-def layout(ids: Tensor, attention: Tensor) -> Layout:
-    """Which of some prompts [n, first] are the same; padding does not count."""
-    _, which = torch.unique(torch.where(attention, ids, -1), dim=0, return_inverse=True)
-    order = torch.arange(len(ids), device=ids.device)
-    rows = order.new_full((int(which.max()) + 1,), len(ids)).scatter_reduce_(0, which, order, "amin")
-    place = ((which[:, None] == which) & (order[:, None] > order)).sum(1)
-    return Layout(rows, which, place, int(place.max()) + 1)
-
-
 def worthwhile(part: Part, found: Layout, config: Any) -> bool:
     """Whether the tokens saved outweigh scores between tails that do not see each other.
 
@@ -91,17 +70,6 @@ def worthwhile(part: Part, found: Layout, config: Any) -> bool:
     saved = 1 - len(found.rows) * (part.first + found.tails * width) / (n * max(length - 1, 1))
     outweighs = (found.tails - 1) * width <= 6 * saved * config.get_text_config().hidden_size
     return width >= 0 and saved >= SAVED and outweighs  # a part may have no column of tokens at all
-
-
-def plain_cache(config: Any) -> Any:
-    """An empty cache, or None for a model that does not attend to all that came before.
-
-    Sliding windows keep less than all keys and values, recurrent states something else.
-    """
-    from transformers.cache_utils import DynamicCache, DynamicLayer
-
-    cache: Any = DynamicCache(config=config)
-    return cache if cache.layers and all(type(layer) is DynamicLayer for layer in cache.layers) else None
 
 
 def inputs_of(part: Part) -> dict[str, Tensor]:
@@ -137,15 +105,6 @@ def states_shared(backbone: nn.Module, part: Part, found: Layout) -> Tensor:
     shape = (len(found.rows) * found.tails, end - first, states.shape[-1])
     tails = states[:, first:].reshape(shape).index_select(0, at)
     return torch.cat([before, tails], 1)
-
-
-def sees(first: int, tails: int, width: int, real: Tensor) -> Tensor:
-    """[P, 1, T, T] which token sees which: itself, and what is real and came before in its prompt and its tail."""
-    order = torch.arange(first + tails * width, device=real.device)
-    owner = torch.where(order < first, -1, (order - first) // max(width, 1))
-    mine = (owner == -1) | (owner[:, None] == owner)
-    # Padding sees itself, so that no row of the softmax is empty.
-    return (mine & (order <= order[:, None]) & real) | (order == order[:, None])
 
 
 @torch.no_grad()

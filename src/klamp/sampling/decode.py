@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from klamp.train.shared import layout, plain_cache, sees
+from klamp.sampling.prompts import layout, plain_cache, sees
 
 SLOTS = 4
 """Shapes whose cache and graph are kept."""

@@ -2,38 +2,52 @@
 
 Parameters that do not train, or that train in place, are the policy's own. LoRA layers become plain linear maps with
 merged weights in buffers of their own, so that sampling costs no adapter and the base stays untouched to the bit.
-Under FSDP2 the twin keeps whole weights on every process, and :meth:`Twin.refresh` gathers what has changed.
+Under FSDP2 it keeps whole weights on every process, and :meth:`MergedModel.refresh` gathers what has changed.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from klamp.errors import ConfigError
-from klamp.train.lean import lean_decoding, lora_layers
-from klamp.train.packed import Packed, packs
-from klamp.train.policy import ADAPTER, Policy
-from klamp.train.sharded import settle, whole
+from klamp.sampling.fast_modules import lean_decoding, lora_layers
+from klamp.sampling.packed_linear import Packed, packs
+from klamp.sharded import settle, whole
+
+ADAPTER = "default"
+"""Name of the trained adapter inside the peft model."""
 
 
-class Twin:
-    """A model to sample from, and how it follows the policy. Make it before the policy's weights are sharded."""
+class Trained(Protocol):
+    """What is sampled from: the trainer's policy."""
 
-    def __init__(
-        self, model: Any, merged: list[tuple[nn.Linear | Packed, Any]], policy: Policy, *, sharded: bool
-    ) -> None:
-        self.model, self.merged, self.policy, self.sharded = model, merged, policy, sharded
-        self.own = dict(model.named_parameters())
+    model: nn.Module
+    lora: bool
+
+
+class MergedModel:
+    """A model to sample from that follows the policy. Make it before the policy's weights are sharded."""
+
+    def __init__(self, policy: Trained, *, sharded: bool = False) -> None:
+        """``sharded`` says that the policy's weights will be."""
+        self.policy, self.sharded = policy, sharded
+        source: Any = policy.model
+        base = source.get_base_model() if policy.lora else source
+        self.model, self.merged = _plain_copy(base, set(lora_layers(base)) if policy.lora else set())
+        if policy.lora:
+            _pack_head(self.model)
+        lean_decoding(self.model)
+        self.own = dict(self.model.named_parameters())
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """``W + alpha/r · B A`` into the twin's buffers, or the whole weights where the policy's are in shards."""
+        """``W + alpha/r · B A`` into buffers of its own, or the whole weights where the policy's are in shards."""
         if self.sharded:
-            settle(self.policy)
+            settle(cast(nn.Module, self.policy))  # the policy itself may be a sharded unit
         for linear, layer in self.merged:
             if isinstance(linear, Packed):
                 linear.pack(_sum(layer))
@@ -44,11 +58,8 @@ class Twin:
                 self.own[name].copy_(whole(p))
 
 
-def twin(policy: Policy, *, sharded: bool = False) -> Twin:
-    """The sampler's model for this policy; ``sharded`` says that the policy's weights will be."""
-    model: Any = policy.model
-    base = model.get_base_model() if policy.lora else model
-    layers = set(lora_layers(base)) if policy.lora else set()
+def _plain_copy(base: Any, layers: set[Any]) -> tuple[Any, list[tuple[nn.Linear | Packed, Any]]]:
+    """The base with its tensors shared and its LoRA ``layers`` replaced, and each replacement with its layer."""
     named = {name: m for name, m in base.named_modules() if m in layers}
     # deepcopy with every tensor already in the memo copies the modules and shares the tensors.
     memo: dict[int, Any] = {id(t): t for t in (*base.parameters(), *base.buffers())}
@@ -59,10 +70,7 @@ def twin(policy: Policy, *, sharded: bool = False) -> Twin:
         linear = _merged(name, layer)
         setattr(plain.get_submodule(parent), leaf, linear)
         merged.append((linear, layer))
-    if policy.lora:
-        _pack_head(plain)
-    lean_decoding(plain)
-    return Twin(plain, merged, policy, sharded=sharded)
+    return plain, merged
 
 
 def _merged(name: str, layer: Any) -> nn.Linear | Packed:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,13 +60,6 @@ def settle(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
-
-
-def shard(accelerator: Any, module: nn.Module) -> None:
-    """Shard a second model the way the first one was, by the launcher's configuration."""
-    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-
-    fsdp2_prepare_model(accelerator, module)
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:

@@ -1,23 +1,24 @@
 """Sampling: batched, with the log-probs of the tokens returned beside them, from weights of its own.
 
-The sampler's model is the policy's :mod:`~klamp.train.twin`. The cache is static; on a GPU the decoding step is
+The sampler's model is :mod:`~klamp.sampling.merged_model`. The cache is static; on a GPU the decoding step is
 captured once as a CUDA graph and replayed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from klamp.errors import ConfigError
-from klamp.train.batch import Rollout
-from klamp.train.config import RolloutConfig
-from klamp.train.decode import Decoder
-from klamp.train.policy import Policy
-from klamp.train.twin import Twin, twin
+from klamp.sampling.decode import Decoder
+from klamp.sampling.merged_model import MergedModel, Trained
+from klamp.sampling.rollout import Rollout
+
+if TYPE_CHECKING:
+    from klamp.train.config import RolloutConfig
 
 BUCKET = 32
 """On a GPU prompts are padded to a multiple of this, so that few CUDA graphs serve all of them."""
@@ -28,22 +29,22 @@ class Sampler:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: Trained,
         tokenizer: Any,
         config: RolloutConfig,
         context: int | None,
-        whole_twin: Twin | None = None,
+        merged: MergedModel | None = None,
     ) -> None:
-        """``whole_twin`` is the sampler's model where it had to be made before the policy was sharded."""
+        """``merged`` is the sampler's model where it had to be made before the policy was sharded."""
         self.policy, self.tokenizer, self.config, self.context = policy, tokenizer, config, context
-        self.twin = whole_twin or twin(policy)
-        self.model = self.twin.model
+        self.merged = merged or MergedModel(policy)
+        self.model = self.merged.model
         self.end = end_ids(tokenizer, self.model)
         self.decoder = Decoder(self.model, config.temperature, config.top_p, self.end, int(tokenizer.pad_token_id))
 
     def refresh(self) -> None:
         """Sample from the policy's weights as they are now; every process calls."""
-        self.twin.refresh()
+        self.merged.refresh()
 
     @torch.no_grad()
     def sample(self, prompts: Sequence[Sequence[int]], texts: Sequence[str], generator: torch.Generator) -> Rollout:
