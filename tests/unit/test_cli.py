@@ -201,7 +201,9 @@ def test_train_names_its_run_and_says_when_there_was_nothing_to_do(
     assert main(["train", "--config", str(file)]) == 0
     assert capsys.readouterr().out == f"run: {run}, 2 steps. klamp report {run} draws it\n"
     assert main(["train", "--config", str(file), "--resume"]) == 0
-    assert "complete: 2 steps were done before. --steps 4 --resume goes on" in capsys.readouterr().out
+    assert (
+        f"complete: 2 steps were done before. klamp train --resume {run} --steps 4 goes on" in capsys.readouterr().out
+    )
     assert main(["train", "--config", str(file), "--resume", "--steps", "3"]) == 0
     assert capsys.readouterr().out.startswith(f"run: {run}, 3 steps.")
 

@@ -62,20 +62,29 @@ def _refuse_switch_values(args: list[str], said: str) -> None:
         raise ConfigError(f"{flag} is a switch and takes no value, got {value!r}. {on} is on, {off} is off.")
 
 
-def config_file(args: list[str]) -> tuple[str | None, list[str]]:
-    """Take ``--config FILE`` out of the arguments."""
-    rest, file = [], None
-    items = iter(args)
+def value_of(flag: str, args: list[str]) -> str | None:
+    """What follows the last ``flag VALUE`` or ``flag=VALUE``; None where it stands nowhere, or nothing follows it."""
+    found = None
+    for item, following in itertools.zip_longest(args, args[1:], fillvalue="--"):
+        if item == flag:
+            found = None if following.startswith("--") else following
+        elif item.startswith(f"{flag}="):
+            found = item.partition("=")[2]
+    return found
+
+
+def without(flag: str, args: list[str]) -> list[str]:
+    """The arguments with every ``flag``, ``flag VALUE`` and ``flag=VALUE`` taken out."""
+    rest: list[str] = []
+    items = iter([*args, "--"])
     for item in items:
-        if item == "--config":
-            file = next(items, None)
-            if file is None:
-                raise ConfigError("--config needs the path of a YAML file.")
-        elif item.startswith("--config="):
-            file = item.partition("=")[2]
-        else:
+        if item == flag:
+            item = next(items)
+            if not item.startswith("--"):
+                continue
+        if not item.startswith(f"{flag}="):
             rest.append(item)
-    return file, rest
+    return rest[:-1]
 
 
 @contextlib.contextmanager

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import shlex
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from klamp.cli.parsing import config_file, flags_named, parsed
+from klamp.cli.parsing import flags_named, parsed, value_of, without
+from klamp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from klamp.train.config import TrainConfig
 
 
 def train(args: list[str]) -> None:
     """Train a language model with GRPO or PPO and hold its KL where you ask.
 
-    --config FILE reads a YAML configuration; flags go on top of it. The resolved configuration is written into the
-    run folder. Under torchrun or accelerate launch it runs on many processes.
+    --config FILE reads a YAML configuration; flags go on top of it. --resume RUN goes on with a run by its own
+    configuration; --steps, --kl.target, --kl.limit, --optim.lr and the settings of saving and logging may be given
+    beside it. The resolved configuration is written into the run folder. Under torchrun or accelerate launch it runs on
+    many processes.
     """
     from klamp.train.config import TrainConfig
-    from klamp.train.settings import from_yaml
 
-    file, rest = config_file(args)
-    default = TrainConfig() if file is None else from_yaml(TrainConfig, file)
+    default, rest = _starting_point(args)
     text = inspect.cleandoc(train.__doc__ or "")
     with flags_named(TrainConfig):
         config = parsed(TrainConfig, rest, default=default, prog="klamp train", description=text)
@@ -28,14 +36,73 @@ def train(args: list[str]) -> None:
         from klamp.train.loop import train_policy
 
         saved = saved_steps(Path(config.run)) if config.resume and not config.skip_damaged else []
-        train_policy(config)
-        if os.environ.get("RANK", "0") == "0":
-            print(_ended(config.run, config.steps, max(saved, default=0)))
+        with _stops_told(config.run):
+            train_policy(config)
+        if _first_process():
+            print(_ended(config.run, max(saved, default=0)))
 
 
-def _ended(run: str, steps: int, before: int) -> str:
+def _starting_point(args: list[str]) -> tuple[TrainConfig, list[str]]:
+    """What the flags go on top of, which is --config, the run that is resumed, or the defaults; and the flags."""
+    from klamp.train.config import TrainConfig
+    from klamp.train.runs import RunFolder
+    from klamp.train.settings import from_yaml
+
+    file, rest = value_of("--config", args), without("--config", args)
+    if file is None and any(item.partition("=")[0] == "--config" for item in args):
+        raise ConfigError("--config needs the path of a YAML file.")
+    run = value_of("--resume", args)
+    if run in ("true", "false"):
+        run = None  # a switch given a value, which is refused as such
+    if run is not None:
+        if not Path(run).is_dir():
+            raise ConfigError(f"--resume {run!r}: there is no such folder. Give the folder of a run.")
+        if value_of("--run", args) not in (None, run):
+            raise ConfigError(f"--resume {run!r} and --run {value_of('--run', args)!r} name two runs. Leave one out.")
+        rest = ["--run", run, "--resume", *without("--run", without("--resume", rest))]
+    if file is not None:
+        return from_yaml(TrainConfig, file), rest
+    folder = RunFolder(value_of("--run", rest) or TrainConfig().run)
+    if "--resume" in rest and folder.begun():
+        return folder.own_config(), [*rest, *(() if "--run" in rest else ("--run", str(folder.path)))]
+    if run is not None:
+        raise ConfigError(f"--resume {run!r}: no step is finished there. Start it with --run {shlex.quote(run)}.")
+    return TrainConfig(), rest
+
+
+@contextlib.contextmanager
+def _stops_told(run: str) -> Iterator[None]:
+    """When a signal ends the run: what was saved of it, and the command that goes on."""
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt):
+        if _first_process():
+            print(_stopped(run), file=sys.stderr)
+        raise
+
+
+def _stopped(run: str) -> str:
+    from klamp.train.anchors import saved_steps
+    from klamp.train.checkpoint import folder_of
+    from klamp.train.runs import RunFolder
+
+    last, saved = RunFolder(run).last_step(), max(saved_steps(Path(run)), default=0)
+    if not saved:
+        return f"stopped after step {last}. Nothing was saved yet: the same command begins again."
+    where = f"step {saved} is saved in {shlex.quote(str(folder_of(Path(run), saved)))}"
+    return f"stopped after step {last}; {where}. Go on: klamp train --resume {shlex.quote(run)}"
+
+
+def _first_process() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _ended(run: str, before: int) -> str:
     """Where the run is, and what may be done with it next."""
-    named = shlex.quote(run)
-    if before >= steps:
-        return f"run: {named}, complete: {before} steps were done before. --steps {2 * before} --resume goes on"
+    from klamp.train.runs import RunFolder
+
+    named, steps = shlex.quote(run), RunFolder(run).last_step()
+    if 0 < steps <= before:
+        more = f"klamp train --resume {named} --steps {2 * steps} goes on"
+        return f"run: {named}, complete: {steps} steps were done before. {more}"
     return f"run: {named}, {steps} steps. klamp report {named} draws it"

@@ -20,10 +20,9 @@ from klamp.train.config import (
     RolloutConfig,
     TrainConfig,
 )
+from klamp.train.presumed import UsualCount, left_out
 
-RATES = {"tiny": 1.5e-3}
-"""Learning rates that enter the default band within a dozen steps or so; other models take ``RATE``."""
-RATE = 5e-4
+USUAL = models.USUAL["tiny"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +43,8 @@ class CompareConfig:
     """JSONL or text file of prompts; the built-in models bring their own."""
     reward: tuple[str, ...] = ("vader",)
     """vader, length:N, regex:PATTERN, model:NAME or your own module:function; several are added up."""
-    steps: int = 60
-    """Steps of every run."""
+    steps: int = UsualCount(USUAL.steps)
+    """Steps of every run: 60 for the built-in models, 100 for others."""
     algorithm: Literal["grpo", "ppo"] = "grpo"
     """grpo or ppo."""
     static_beta: float = 0.04
@@ -55,13 +54,13 @@ class CompareConfig:
     heldout: str | None = None
     """Text file for held-out perplexity, one passage a line."""
     lr: float | None = None
-    """Learning rate; 1.5e-3 for tiny, 5e-4 for others if not given."""
-    prompts_per_step: int = 4
-    """Prompts a step."""
-    group_size: int = 8
-    """Completions a prompt."""
-    max_tokens: int = 24
-    """Longest completion."""
+    """Learning rate: 1.5e-3 for tiny, 5e-4 for smollm2, 5e-4 · (576 / hidden size)^(3/4) for others."""
+    prompts_per_step: int = UsualCount(USUAL.prompts)
+    """Prompts a step: 4 for the built-in models, 8 for others."""
+    group_size: int = UsualCount(USUAL.group_size)
+    """Completions a prompt: 8."""
+    max_tokens: int = UsualCount(USUAL.max_tokens)
+    """Longest completion: 24 tokens for the built-in models, 128 for others."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """bfloat16 on a GPU and float32 on a CPU if auto."""
     device: str = "auto"
@@ -71,8 +70,7 @@ class CompareConfig:
 
     def __post_init__(self) -> None:
         require_number("--seeds", self.seeds, at_least=1, way_out="3 is usual; one gives no interval.")
-        require_number("--steps", self.steps, at_least=1, way_out="It counts optimiser steps; 60 is usual.")
-        for name in ("prompts_per_step", "max_tokens"):
+        for name in ("steps", "prompts_per_step", "max_tokens"):
             flag = f"--{name.replace('_', '-')}"
             require_number(flag, getattr(self, name), at_least=1, way_out="It is a count.")
         least = 2 if self.algorithm == "grpo" else 1
@@ -96,28 +94,34 @@ class CompareConfig:
 
     def resolved(self) -> CompareConfig:
         """With its usual values written out: left out or spelt out, they are the same comparison."""
-        lr = RATES.get(self.model, RATE) if self.lr is None else self.lr
-        return replace(self, target=self.target or 0.05, per=self.per or "token", lr=lr)
+        usual = models.usual(self.model, trust_remote_code=self.trust_remote_code)
+        counts = {
+            "steps": usual.steps,
+            "prompts_per_step": usual.prompts,
+            "group_size": usual.group_size,
+            "max_tokens": usual.max_tokens,
+        }
+        named: dict[str, Any] = {name: counts[name] for name in left_out(self)}
+        return replace(self, target=self.target or 0.05, per=self.per or "token", lr=self.lr or usual.lr, **named)
 
     def train_config(self, arm: Arm, seed: int, run: Path) -> TrainConfig:
         """The run of one arm and seed."""
-        kl: dict[str, Any] = {"target": self.target or 0.05, "per": self.per or "token", **arm.kl}
+        own = self.resolved()
+        assert own.lr is not None
         return TrainConfig(
             model=self.model,
             prompts=self.prompts,
             run=str(run),
-            steps=self.steps,
+            steps=own.steps,
             seed=seed,
             dtype=self.dtype,
             device=self.device,
             trust_remote_code=self.trust_remote_code,
             keep=1,
-            sample_every=max(1, self.steps),
-            kl=KLConfig(**kl),
-            rollout=RolloutConfig(
-                prompts=self.prompts_per_step, group_size=self.group_size, max_tokens=self.max_tokens
-            ),
+            sample_every=max(1, own.steps),
+            kl=KLConfig(**{"target": own.target, "per": own.per, **arm.kl}),
+            rollout=RolloutConfig(prompts=own.prompts_per_step, group_size=own.group_size, max_tokens=own.max_tokens),
             reward=RewardConfig(functions=self.reward),
             algorithm=AlgorithmConfig(name=self.algorithm),
-            optim=OptimConfig(lr=self.lr or RATES.get(self.model, RATE)),
+            optim=OptimConfig(lr=own.lr),
         )

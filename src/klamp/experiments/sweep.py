@@ -17,7 +17,7 @@ from klamp.experiments.jobs import Job
 from klamp.experiments.progress import Progress
 from klamp.experiments.tables import number
 from klamp.train import data
-from klamp.train.config import KLConfig, OptimConfig, TrainConfig
+from klamp.train.config import KLConfig, TrainConfig
 from klamp.train.settings import from_yaml
 
 Engine = Literal["local", "ray"]
@@ -67,8 +67,7 @@ def _plan(model: str, steps: int) -> TrainConfig:
     kl = KLConfig(
         controller="fixed", beta=0.04, estimator="k1", placement="in_advantage", clamp=False, reference="step:0"
     )
-    lr = 1.5e-3 if model == "tiny" else 5e-4
-    return TrainConfig(model=model, steps=steps, kl=kl, keep=1, optim=OptimConfig(lr=lr), sample_every=max(1, steps))
+    return TrainConfig(model=model, steps=steps, kl=kl, keep=1, sample_every=max(1, steps))
 
 
 @dataclass(frozen=True)
@@ -163,7 +162,7 @@ def plan(config: SweepConfig, folder: Folder) -> list[tuple[str, dict[str, Any],
 
 def _made(base: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
     try:
-        return over.apply(base, changes)
+        return over.apply(base, changes).resolved()
     except ConfigError as error:
         raise ConfigError(f"{over.label(changes)}: {error} Fields go into --set, one at a time.") from None
 

@@ -21,6 +21,9 @@ import torch
 from klamp.errors import ConfigError, shown, unknown
 from klamp.models.fetch import HUB_ID, smollm2
 from klamp.models.fetch import _quiet as _quiet
+from klamp.models.usual import USUAL as USUAL
+from klamp.models.usual import Usual as Usual
+from klamp.models.usual import usual as usual
 
 BUILTIN = ("tiny", "smollm2")
 """Names that need neither a folder nor a Hub id."""
@@ -95,6 +98,16 @@ def load_model(
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     return model.to(place).eval()
+
+
+def load_config(name: str | os.PathLike[str], *, trust_remote_code: bool = False) -> Any:
+    """The configuration of the text part of a model; its weights are not read."""
+    source = resolve(name)
+    from transformers import AutoConfig
+
+    with _loading(name):
+        found: Any = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    return found.get_text_config()
 
 
 def load_tokenizer(name: str | os.PathLike[str], trust_remote_code: bool = False) -> Any:

@@ -8,14 +8,16 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
+from klamp import models
 from klamp.controllers import Controller, Doubling, Exponential, Fixed, Hold, Ziegler
 from klamp.errors import ConfigError, require_number, shown, unknown
 from klamp.masked import UNITS, Unit
 from klamp.placements import check
 from klamp.references import parse
+from klamp.train.presumed import Presumed, PresumedTarget, PresumedUnit, UsualCount, UsualRate, left_out
 
 NOT_PRICED = ("exact_forward", "top_k_exact", "fitted")
 """Estimators that are no function of a token's own two log-probs, other than the exact KL."""
@@ -32,26 +34,15 @@ def _named(prefix: str) -> Iterator[None]:
         raise ConfigError(f"{prefix}{error}") from None
 
 
-class Presumed:
-    """Marks a default that nobody gave: a target of one's own goes with no presumed unit, nor a unit with no target."""
-
-
-class _Target(Presumed, float):
-    pass
-
-
-class _Unit(Presumed, str):
-    pass
-
-
-TOKEN = cast(Unit, _Unit("token"))
+TOKEN = cast(Unit, PresumedUnit("token"))
+USUAL = models.USUAL["tiny"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class KLConfig:
     """How KL is measured, priced, steered and clamped."""
 
-    target: float | None = _Target(0.05)
+    target: float | None = PresumedTarget(0.05)
     """KL to hold, in nats per `per`, which must be given with it. None: no target, beta stays where it is."""
     per: Unit | None = TOKEN
     """Unit of target, limit and the KL that steers: token, sequence (its sum) or sequence_mean (its mean)."""
@@ -137,7 +128,7 @@ class KLConfig:
             raise unknown("kl.per", self.per, UNITS)
         if self.per is None and (self.target is not None or self.controller != "fixed"):
             raise ConfigError(f"kl.per is None, and a KL has a unit. Give {units}.")
-        if type(self.target) is _Target and self.per != "token":
+        if isinstance(self.target, PresumedTarget) and self.per != "token":
             raise ConfigError(
                 f"kl.per={self.per} needs a kl.target in nats per {self.per}: the target of 0.05, which holds where "
                 "none is given, is per token."
@@ -193,12 +184,12 @@ class KLConfig:
 class RolloutConfig:
     """What is sampled each step."""
 
-    prompts: int = 4
-    """Prompts a step, over all processes."""
-    group_size: int = 8
-    """Completions of each prompt."""
-    max_tokens: int = 24
-    """Longest completion, in tokens."""
+    prompts: int = UsualCount(USUAL.prompts)
+    """Prompts a step, over all processes: 4 for the built-in models, 8 for others."""
+    group_size: int = UsualCount(USUAL.group_size)
+    """Completions of each prompt: 8."""
+    max_tokens: int = UsualCount(USUAL.max_tokens)
+    """Longest completion, in tokens: 24 for the built-in models, 128 for others."""
     temperature: float = 1.0
     """Sampling temperature. KL and log-probs are those of the distribution sampled from."""
     top_p: float = 1.0
@@ -276,8 +267,9 @@ class AlgorithmConfig:
 class OptimConfig:
     """AdamW and its schedule."""
 
-    lr: float = 1e-4
-    """Learning rate."""
+    lr: float = UsualRate(USUAL.lr)
+    """Learning rate: 1.5e-3 for tiny, 5e-4 for smollm2, 5e-4 · (576 / hidden size)^(3/4) for others; a tenth of it with
+    full."""
     value_lr: float = 1e-3
     """Learning rate of PPO's value head."""
     weight_decay: float = 0.0
@@ -327,8 +319,8 @@ class TrainConfig:
     built-in model's own."""
     run: str = "runs/train"
     """Folder of the run: config.yaml, metrics.jsonl, samples.jsonl, checkpoints/."""
-    steps: int = 100
-    """Steps in all."""
+    steps: int = UsualCount(USUAL.steps)
+    """Steps in all: 60 for the built-in models, 100 for others."""
     seed: int = 0
     """Of prompts, sampling and initial weights."""
     full: bool = False
@@ -372,7 +364,8 @@ class TrainConfig:
         require_number("sample_every", self.sample_every, at_least=1, way_out="It counts steps.")
         require_number("process_timeout", self.process_timeout, above=0, way_out="It is in seconds; 600 is usual.")
         require_number("keep", self.keep, at_least=0, way_out="0 keeps every checkpoint.")
-        if self.algorithm.minibatches > self.rollout.prompts * self.rollout.group_size:
+        known = not isinstance(self.rollout.prompts, Presumed)  # otherwise seen when it is resolved
+        if known and self.algorithm.minibatches > self.rollout.prompts * self.rollout.group_size:
             raise ConfigError(
                 f"algorithm.minibatches {self.algorithm.minibatches} is more than the "
                 f"{self.rollout.prompts * self.rollout.group_size} completions of a step. Lower it."
@@ -382,3 +375,22 @@ class TrainConfig:
                 "rollout.group_size is 1, and GRPO compares completions of one prompt. Use 2 or more, or "
                 "algorithm.name=ppo."
             )
+
+    def resolved(self, run: TrainConfig | None = None) -> TrainConfig:
+        """Every field that was left out written down: as ``run`` has it, or else as is usual for the model."""
+        parts = {name: getattr(self, name) for name in ("optim", "rollout", "kl")}
+        if run is None:
+            if not any(left_out(part) for part in (self, self.optim, self.rollout)):
+                return self
+            run = usual_config(models.usual(self.model, full=self.full, trust_remote_code=self.trust_remote_code))
+        given: dict[str, Any] = {name: getattr(run, name) for name in left_out(self)}
+        for name, part in parts.items():
+            other = getattr(run, name)
+            given[name] = replace(part, **{field: getattr(other, field) for field in left_out(part)})
+        return replace(self, **given)
+
+
+def usual_config(usual: models.Usual) -> TrainConfig:
+    """A configuration of nothing but what is usual for a model."""
+    rollout = RolloutConfig(prompts=usual.prompts, group_size=usual.group_size, max_tokens=usual.max_tokens)
+    return TrainConfig(steps=usual.steps, optim=OptimConfig(lr=usual.lr), rollout=rollout)

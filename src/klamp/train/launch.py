@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from klamp.errors import ConfigError
+from klamp.errors import ConfigError, unknown
 from klamp.models import known_device
 from klamp.train.config import TrainConfig
 
@@ -43,6 +43,20 @@ def make_accelerator(config: TrainConfig) -> Any:
     if accelerator.distributed_type == "DEEPSPEED":
         _settle_deepspeed(accelerator.deepspeed_plugin.deepspeed_config, config, accelerator.num_processes)
     return accelerator
+
+
+def check_tracker(name: str | None) -> None:
+    """Refuse a tracker that accelerate does not know or cannot import; it would go on without."""
+    if name is None:
+        return
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+    known = [str(tracker) for tracker in LOGGER_TYPE_TO_CLASS]
+    if name not in known:
+        raise unknown("track", name, known)
+    if name not in [str(tracker) for tracker in get_available_trackers()]:
+        package = {"comet_ml": "comet-ml"}.get(name, name)
+        raise ConfigError(f"track {name!r} needs the package {package}, which is not installed. pip install {package}.")
 
 
 def _on_cpu(device: str) -> bool:

@@ -7,6 +7,7 @@ from its last checkpoint exactly as if it had not been.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import time
 import warnings
@@ -27,12 +28,12 @@ from klamp.train.anchors import check_reference
 from klamp.train.batch import Rollout
 from klamp.train.config import TrainConfig
 from klamp.train.display import Display
-from klamp.train.launch import make_accelerator
+from klamp.train.launch import check_tracker, make_accelerator
 from klamp.train.learner import Learner, Outcome, TrainingError
 from klamp.train.policy import build
 from klamp.train.preflight import preflight
 from klamp.train.rewards import RewardFunction, Scorer
-from klamp.train.runs import RunFolder
+from klamp.train.runs import Changes, RunFolder
 
 
 class Trainer:
@@ -46,9 +47,10 @@ class Trainer:
         quiet: bool = False,
         watch: Callable[[int, Trainer], dict[str, float]] | None = None,
     ) -> None:
-        self.config, self.watch = config, watch
+        check_tracker(config.track)
         self.folder = RunFolder(config.run)
-        self.folder.claim(config)
+        config, self.changes = self.folder.claim(config)
+        self.config, self.watch = config, watch
         models.resolve(config.model)
         self.prompts = data.load(config.prompts, config.model)
         check_reference(
@@ -72,7 +74,7 @@ class Trainer:
             self.learner = _learner(config, self.accelerator)
         self.sampler = Sampler(self.learner.policy, self.tokenizer, config.rollout, context, self.learner.merged)
         self.display = Display(config.steps, quiet=quiet or not self.accelerator.is_main_process)
-        self.stop = Stop()
+        self.stop = Stop(told=not self.display.quiet)
 
     def run(self) -> dict[str, float]:
         """Train to the last step and return its metrics."""
@@ -124,6 +126,8 @@ class Trainer:
         if config.resume:  # before anything is written: a damaged one stops the run, and all stays as it was
             saved = checkpoint.newest(self.folder.path, skip_damaged=config.skip_damaged)
         if main:
+            if saved is not None:  # noted before it is done: killed in between, the next resumption notes it again
+                self.folder.note_resumed(saved.step, self.changes)
             self.folder.write_config(replace(config, resume=False))
         if config.track:  # trackers write into the folder, which is this run's from here on
             self.accelerator.init_trackers(Path(config.run).name)
@@ -131,7 +135,9 @@ class Trainer:
         if saved is not None:
             done = checkpoint.load(saved, self.learner)
             self.sampler.refresh()
-            self.display.say(f"resuming after step {done} from {saved.path}")
+            if "kl.target" in self.changes:
+                self.learner.steering.retarget(*self.changes["kl.target"])
+            self.display.say(f"resuming after step {done} from {saved.path}{_told(self.changes)}")
         elif config.resume:
             self.display.say("nothing to resume: no checkpoint yet, starting at step 1")
         if main:
@@ -225,7 +231,9 @@ class Clock:
 class Stop:
     """SIGTERM and Ctrl-C end the run after the step at hand, with a checkpoint; a second one ends it at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, told: bool = False) -> None:
+        self.told = told
+        """Whether the first signal is answered on stderr."""
         self.asked = 0
         """The signal this process heard."""
         self.leaving = 0
@@ -251,6 +259,8 @@ class Stop:
         if self.asked:
             raise SystemExit(128 + number)
         self.asked = number
+        if self.told:  # not by print: the signal may have come in the middle of another
+            os.write(2, b"\nstopping after this step, with a checkpoint; once more stops at once\n")
 
     def agree(self, accelerator: Any) -> None:
         """A signal that one process heard counts for all: saving is something they do together.
@@ -282,6 +292,12 @@ def _together(accelerator: Any, config: TrainConfig) -> Iterator[None]:
             f"no answer within process_timeout={config.process_timeout:g} s ({' '.join(str(error).split())[:200]}). "
             "Look for its last words, then start all of them again with --resume."
         ) from error
+
+
+def _told(changes: Changes) -> str:
+    """`` with kl.target 0.1 (was 0.05)`` and so on; nothing where nothing changed."""
+    told = ", ".join(f"{field} {now} (was {was})" for field, (was, now) in changes.items())
+    return f" with {told}" if told else ""
 
 
 def _lost(error: RuntimeError) -> bool:

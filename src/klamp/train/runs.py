@@ -1,4 +1,4 @@
-"""A run is a folder: config.yaml, metrics.jsonl, samples.jsonl, checkpoints/. This file owns all but the last.
+"""A run is a folder: config.yaml, metrics.jsonl, events.jsonl, checkpoints/. This file owns all but the last.
 
 Every write that matters is atomic (write aside, fsync, rename) or a whole line with its newline. One process writes at
 a time: a lock that dies with its process.
@@ -11,31 +11,37 @@ import fcntl
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from klamp import jsonl
-from klamp.errors import ConfigError, writing
+from klamp.errors import ConfigError, shown, writing
 from klamp.references import CheckpointStep, parse
 from klamp.train.config import TrainConfig
 from klamp.train.settings import from_yaml, to_dict, to_yaml
 
-# Fields that may differ between a run and its resumption without making it another run.
+HOW = ("run", "resume", "skip_damaged")
+"""Fields that say how a command goes about a run and nothing about the run itself."""
 MAY_CHANGE = (
-    "resume",
-    "skip_damaged",
     "steps",
-    "run",
-    "track",
-    "preflight",
+    "kl.target",
+    "kl.limit",
+    "optim.lr",
+    "optim.value_lr",
     "save_every",
     "keep",
     "sample_every",
+    "track",
+    "preflight",
     "device",
     "process_timeout",
 )
+"""Fields that may differ between a run and its resumption. Each change is an event of the run."""
+Changes = dict[str, tuple[Any, Any]]
+"""By field: what it was and what it is now."""
 GO_ON = "run the same command again (klamp train: with --resume) to go on from the last checkpoint"
 
 
@@ -46,20 +52,39 @@ class RunFolder:
         self.path = Path(path)
         self.metrics, self.samples = self.path / "metrics.jsonl", self.path / "samples.jsonl"
         self.alarms, self.probes = self.path / "alarms.jsonl", self.path / "probes.jsonl"
+        self.events = self.path / "events.jsonl"
 
-    def claim(self, config: TrainConfig) -> None:
-        """Refuse a folder that belongs to another configuration, or that holds a run which is not being resumed."""
+    def claim(self, config: TrainConfig) -> tuple[TrainConfig, Changes]:
+        """``config`` with what it left out written down, and what it changes in the run it resumes.
+
+        Refuses a folder that is not klamp's or in use, one that holds a run which is not being resumed, and a change
+        that a run cannot take. A folder without a finished step may be taken with any configuration.
+        """
         no_links_out(self.path)
         self._not_in_use()
-        saved = self.path / "config.yaml"
-        if saved.is_file():
-            self._same(from_yaml(TrainConfig, saved), config)
-            if not config.resume and self.metrics.is_file():
-                raise ConfigError(
-                    f"run {str(self.path)!r} exists. Add --resume to go on with it, or choose another --run."
-                )
-        elif self.path.is_dir() and not all(_half_begun(p) for p in self.path.iterdir()):
-            raise ConfigError(f"run {str(self.path)!r} is not empty and is no run of klamp. Choose another --run.")
+        if not self.begun():
+            saved = self.path / "config.yaml"
+            if not saved.is_file() and self.path.is_dir() and not all(_half_begun(p) for p in self.path.iterdir()):
+                raise ConfigError(f"run {str(self.path)!r} is not empty and is no run of klamp. Choose another --run.")
+            return config.resolved(), {}
+        if not config.resume:
+            last = self.last_step()
+            raise ConfigError(
+                f"run {str(self.path)!r} exists and has {last} steps. Add --resume to go on with it, or choose another "
+                "--run."
+            )
+        own = self.own_config()
+        config = config.resolved(own)
+        return config, self._changes(own, config)
+
+    def begun(self) -> bool:
+        """Whether a step of this run is finished: in its metrics, or in a checkpoint."""
+        there = (self.path / "config.yaml").is_file()
+        return there and (self.last_step() > 0 or any((self.path / "checkpoints").glob("step-*")))
+
+    def own_config(self) -> TrainConfig:
+        """The configuration the run was made with, its changes since included."""
+        return from_yaml(TrainConfig, self.path / "config.yaml")
 
     def _not_in_use(self) -> None:
         """Refuse a folder whose lock another process holds; the processes of one launch may all look at once."""
@@ -82,17 +107,28 @@ class RunFolder:
         """The resolved configuration."""
         atomic_text(self.path / "config.yaml", to_yaml(config))
 
-    def _same(self, old: TrainConfig, new: TrainConfig) -> None:
-        before, after = to_dict(old), to_dict(new)
-        if new.resume and isinstance(parse(new.kl.reference), CheckpointStep):
-            # Going on from a saved step with that step as the new anchor is said in so many words, and is this run.
-            before["kl"]["reference"] = after["kl"]["reference"]
-        different = [k for k in _differences(before, after) if k.split(".")[0] not in MAY_CHANGE]
-        if different:
-            raise ConfigError(
-                f"run {str(self.path)!r} belongs to another configuration; {', '.join(different[:5])} differ. "
-                "Choose another --run, or the configuration it was made with."
-            )
+    def _changes(self, old: TrainConfig, new: TrainConfig) -> Changes:
+        """What differs, by field; refused where a run cannot take it."""
+        before, after = _flat(to_dict(old)), _flat(to_dict(new))
+        found = {k: (before.get(k), after.get(k)) for k in after if before.get(k) != after.get(k) and k not in HOW}
+        # Going on from a saved step with that step as the new anchor is said in so many words, and is this run.
+        anchored = isinstance(parse(new.kl.reference), CheckpointStep)
+        for field, (was, now) in found.items():
+            if field not in MAY_CHANGE and not (anchored and field == "kl.reference"):
+                raise ConfigError(
+                    f"{field} is {shown(was)} in run {str(self.path)!r} and cannot become {shown(now)} when it is "
+                    f"resumed. Leave it out, or choose another --run. {', '.join(MAY_CHANGE[:4])} and the settings of "
+                    "saving and logging may change."
+                )
+        return found
+
+    def note_resumed(self, step: int, changes: Changes) -> None:
+        """Write down that the run goes on after ``step``, and what is different from here on."""
+        if self.events.is_file():
+            with writing(self.events, GO_ON):
+                _keep_until(self.events, sys.maxsize)  # a torn last line
+        event = {"step": step, "event": "resumed", "changes": {k: list(v) for k, v in changes.items()}}
+        self.append(self.events, event)
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -231,12 +267,9 @@ def _plain(x: Any) -> Any:
     return str(x) if isinstance(x, float) and not math.isfinite(x) else x
 
 
-def _differences(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> list[str]:
-    found = []
-    for key in a.keys() | b.keys():
-        x, y = a.get(key), b.get(key)
-        if isinstance(x, dict) and isinstance(y, dict):
-            found += _differences(x, y, f"{prefix}{key}.")
-        elif x != y:
-            found.append(f"{prefix}{key}")
-    return sorted(found)
+def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested fields by their dotted names."""
+    found: dict[str, Any] = {}
+    for key, value in fields.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found

@@ -25,7 +25,9 @@ def to_dict(config: Any) -> dict[str, Any]:
             return {k: plain(v) for k, v in x.items()}
         if isinstance(x, tuple | list):
             return [plain(v) for v in x]
-        return next((kind(x) for kind in (float, str) if isinstance(x, kind)), x)  # presumed ones are subclasses
+        if isinstance(x, bool):
+            return x
+        return next((kind(x) for kind in (int, float, str) if isinstance(x, kind)), x)  # presumed ones are subclasses
 
     return typing.cast(dict[str, Any], plain(dataclasses.asdict(config)))
 

@@ -71,6 +71,18 @@ class Steering:
         self.gauge_state = replace(self.gauge_state, level=0.0, reading=0.0)
         self.last = self.jump = None  # from a reference elsewhere the same steps may lead straight away
 
+    def retarget(self, old: float | None, new: float | None) -> None:
+        """Go on to another target: Hold starts anew at ``beta sqrt(old / new)``, for KL goes as ``1 / beta²``.
+
+        What Hold knows is relative to its target, and what the monitor saw was read against it. Other rules know the
+        price alone, and keep it.
+        """
+        if isinstance(self.controller, Hold) and self.state is not None and old and new:
+            low, high = self.controller.bounds
+            beta = min(max(self.state.beta * math.sqrt(old / new), low), high)
+            self.state = replace(self.controller, init_beta=beta).init()
+        self.monitor.load_state_dict({"window": [], "steps": 0, "raised": []})
+
     def far(self, kl: float) -> bool:
         """Whether ``kl`` on own tokens is far below the limit; one that cannot be measured is not."""
         limit = self.config.clamp_limit
