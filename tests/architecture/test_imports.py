@@ -15,7 +15,7 @@ import klamp
 
 ROOT = Path(klamp.__file__).parent
 LAYERS = [
-    {"errors", "masked", "jsonl", "plain", "functions", "sharded"},
+    {"errors", "masked", "messages", "jsonl", "plain", "functions", "sharded"},
     {"estimators", "controllers", "placements", "clamp", "objectives", "kernels"},
     {"compat", "audit", "monitor", "models", "references", "sampling"},
     {"train"},
@@ -26,6 +26,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 BESIDE = {
     ("masked", "errors"),
     ("jsonl", "errors"),
+    ("messages", "errors"),
     ("plain", "errors"),
     ("functions", "errors"),
     ("placements", "estimators"),

@@ -13,7 +13,14 @@ import klamp
 from klamp.audit import Finding, audit_matrix
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["docs/estimators.md", "docs/placements.md", "docs/metrics.md", "docs/controllers.md", "README.md"]
+PAGES = [
+    "docs/estimators.md",
+    "docs/placements.md",
+    "docs/metrics.md",
+    "docs/controllers.md",
+    "docs/rewards.md",
+    "README.md",
+]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 
 
@@ -43,7 +50,7 @@ OTHERS = {"hold-study.md", "coming-from.md"}
 """Pages that other chapters of the docs bring."""
 
 
-@pytest.mark.parametrize("page", PAGES[:4])
+@pytest.mark.parametrize("page", PAGES[:-1])
 def test_links_between_pages_lead_somewhere(page: str) -> None:
     for target in re.findall(r"\]\(([^)#:]+\.md)", read(page)):
         assert target in OTHERS or (ROOT / "docs" / target).exists(), target
@@ -99,6 +106,33 @@ def test_the_names_of_estimators_md_are_those_of_the_code() -> None:
     assert names == set(klamp.estimators.ESTIMATORS)
     aliases = dict(re.findall(r"^\| `(\w+)` \(`(\w+)`\)", text, re.M))
     assert {alias: name for name, alias in aliases.items()} == klamp.estimators.ALIASES
+
+
+def test_the_rewards_of_rewards_md_train_a_model(trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's code as the file that it says to write, named as it says to name it."""
+    from klamp.train.config import RewardConfig
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "my_rewards_of_the_page.py").write_text("\n".join(BLOCK.findall(read("docs/rewards.md"))))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w1 w2", "answer": "7"}\n{"prompt": "w3", "answer": "8"}\n')
+    named = ("my_rewards_of_the_page:short", "my_rewards_of_the_page:arithmetic", "length:3")
+    last = trainer(
+        rewards=None, steps=1, prompts="prompts.jsonl", reward=RewardConfig(functions=named, weights=(1.0, 2.0, 0.5))
+    ).run()
+    assert set(named) <= {name.removeprefix("reward/") for name in last}
+    assert last["reward/failed"] == 0
+
+
+def test_the_built_ins_of_rewards_md_are_those_of_the_code() -> None:
+    from klamp.train.rewards import resolve
+
+    text = read("docs/rewards.md")
+    table = text[text.index("## Built-in rewards") : text.index("## Several at once")]
+    with pytest.raises(klamp.ConfigError) as error:
+        resolve("no such reward")
+    known = str(error.value).partition("Choose from: ")[2].rstrip(".").split(", ")
+    assert sorted(re.findall(r"^\| `([\w:]+)`", table, re.M)) == known
 
 
 def test_the_presets_and_defaults_of_controllers_md_are_those_of_the_code() -> None:

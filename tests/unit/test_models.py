@@ -210,7 +210,7 @@ def test_a_chat_template_is_used_when_there_is_one() -> None:
 
 def test_a_prompt_that_is_not_text_is_named() -> None:
     tokenizer = models.load_tokenizer("tiny")
-    with pytest.raises(ConfigError, match=re.escape("prompts[1] must be text, got int")):
+    with pytest.raises(ConfigError, match=re.escape("prompts[1] must be text or a list of messages: got 3")):
         models.encode_prompts(tokenizer, ["a", 3])  # type: ignore[list-item]
 
 

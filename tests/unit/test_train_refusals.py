@@ -109,7 +109,7 @@ def test_an_adapter_of_another_base(trainer: Any, words_model: str, tmp_path: Pa
         ("empty.jsonl", b"", "has no prompt in it"),
         ("bad.jsonl", b'{"prompt": "w1"}\n{"prompt": \n', r"line 2: not JSON"),
         ("list.jsonl", b'{"prompt": "w1"}\n\n[1]\n', r"line 3: must be an object"),
-        ("none.jsonl", b'{"text": "w1"}\n', r'line 1: "prompt" must be a non-empty string'),
+        ("none.jsonl", b'{"text": "w1"}\n', r'line 1: there is no "prompt"\. The keys are "text"'),
         ("latin.txt", b"w1\nw\xe9\n", r"line 2: not UTF-8 at byte 1"),
     ],
 )

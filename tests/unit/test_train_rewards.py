@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+import torch
 
 from klamp.errors import ConfigError
 from klamp.train.config import RewardConfig
@@ -48,9 +50,34 @@ def whole_batch(prompts: list[str], completions: list[str]) -> list[float]:
     return [1.0]
 
 
+def none(prompts: list[str], completions: list[str]) -> None:
+    """As if its return had been forgotten."""
+
+
+def none_inside(prompts: list[str], completions: list[str]) -> list[float | None]:
+    return [None if c == "bad" else 1.0 for c in completions]
+
+
+def words_inside(prompts: list[str], completions: list[str]) -> list[Any]:
+    return ["0.5" if c == "bad" else 1.0 for c in completions]
+
+
+def one_number(prompts: list[str], completions: list[str]) -> Any:
+    return torch.tensor(0.5)
+
+
+def a_dictionary(prompts: list[str], completions: list[str]) -> dict[str, float]:
+    return dict.fromkeys(completions, 1.0)
+
+
 @pytest.mark.parametrize(
     ("function", "says"),
     [
+        (none, r"returned None \(is its `return` missing\?\), not a list of 4 numbers"),
+        (none_inside, r"is None for sample 2: prompt 'p', completion 'bad'\. Return a finite number"),
+        (words_inside, r"is '0\.5' for sample 2"),
+        (one_number, r"returned 0\.5, not a list of 4 numbers"),
+        (a_dictionary, r"returned a dict, not a list of 4 numbers"),
         (raises, r"raised KeyError .*for sample 2: prompt 'p', completion 'bad'"),
         (nan, r"is nan for sample 2: prompt 'p', completion 'bad'"),
         (short, r"returned 1 rewards for 4 completions"),
@@ -66,6 +93,9 @@ def test_a_failure_names_its_sample_and_the_way_out(function: Any, says: str) ->
 @pytest.mark.parametrize(
     ("function", "valid"),
     [
+        (none, [False] * 4),
+        (none_inside, [True, True, False, True]),
+        (one_number, [False] * 4),
         (raises, [True, True, False, True]),
         (nan, [True, True, False, True]),
         (short, [False] * 4),
@@ -76,6 +106,38 @@ def test_or_it_is_masked(function: Any, valid: list[bool]) -> None:
     scored = score(function, on_error="mask")
     assert scored.valid.tolist() == valid
     assert scored.total.tolist() == [float(v) for v in valid]
+
+
+def test_what_returned_nothing_did_not_raise() -> None:
+    for function in (none, none_inside):
+        with pytest.raises(RewardError) as error:
+            score(function)
+        assert "raised" not in str(error.value)
+        assert error.value.__cause__ is None
+
+
+def test_tensors_arrays_and_whole_numbers_are_taken() -> None:
+    for found in (torch.ones(4), numpy.ones(4), (1, True, 1.0, numpy.float32(1)), iter([1, 1, 1, 1])):
+        assert score(lambda prompts, completions, found=found: found).total.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    "function", [lambda completions, **kwargs: [], lambda completions, prompts: [], lambda texts: []]
+)
+def test_a_function_that_cannot_be_called_is_refused_when_made(function: Any) -> None:
+    with pytest.raises(ConfigError, match=r"is written f\(.*klamp calls f\(prompts, completions, \*\*columns\)"):
+        Scorer(RewardConfig(), [function])
+
+
+def test_a_column_that_is_missing_is_answered_with_those_that_are_there(trainer: Any, tmp_path: Path) -> None:
+    def needs(prompts: list[str], completions: list[str], answer: list[str], hint: Any = None) -> list[float]:
+        return [1.0] * len(completions)
+
+    (tmp_path / "p.jsonl").write_text('{"prompt": "w1", "target": "w2", "level": 3}\n')
+    with pytest.raises(ConfigError, match=r"'needs' needs the column 'answer', .* the columns 'level', 'target'"):
+        trainer(rewards=needs, prompts=str(tmp_path / "p.jsonl"))
+    with pytest.raises(ConfigError, match=r"'match:answer' needs the column 'answer', .* no column beside the prompt"):
+        trainer(rewards=None, reward=RewardConfig(functions=("match:answer",)))
 
 
 def test_a_reward_that_hangs_is_given_up() -> None:

@@ -18,6 +18,7 @@ import torch
 from klamp import models
 from klamp.errors import ConfigError
 from klamp.experiments.perplexity import Text, heldout, perplexity
+from klamp.messages import Prompt, as_text
 from klamp.sampling.sampler import Sampler, context_of
 from klamp.train import data
 from klamp.train.batch import Rollout, part
@@ -86,7 +87,7 @@ def make_reference(job: Job) -> None:
     tokenizer = models.load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
     model = models.load_model(config.model, device=_device(config), trust_remote_code=config.trust_remote_code)
     policy = Policy(model, value_head=False, temperature=config.rollout.temperature, lora=False)
-    prompts = data.load(config.prompts, config.model).texts
+    prompts = data.load(config.prompts, config.model).given
     encoded = models.encode_prompts(tokenizer, prompts, chat=config.rollout.chat)
     sampler = Sampler(policy, tokenizer, config.rollout, context_of(model))
     drawn = _sample(sampler, encoded, prompts, _spread(len(prompts), job.samples), seed=3)
@@ -128,7 +129,7 @@ class Watch:
         }
 
     def _probe(self, step: int, trainer: Trainer) -> None:
-        prompts = trainer.prompts.texts
+        prompts = trainer.prompts.given
         rollout = _sample(trainer.sampler, trainer.encoded, prompts, _spread(len(prompts), PROBES), seed=4)
         folder = RunFolder(trainer.config.run)
         for row in _probe_rows(trainer.tokenizer, rollout, token_kl(trainer, rollout)):
@@ -161,7 +162,9 @@ def read_reference(path: Path) -> dict[str, Any]:
     return found
 
 
-def _sample(sampler: Sampler, encoded: list[list[int]], prompts: list[str], rows: list[int], *, seed: int) -> Rollout:
+def _sample(
+    sampler: Sampler, encoded: list[list[int]], prompts: list[Prompt], rows: list[int], *, seed: int
+) -> Rollout:
     """One completion for each of ``rows``, drawn with random numbers of its own: training's stay untouched."""
     single = copy.copy(sampler)
     single.config = replace(sampler.config, group_size=1)
@@ -184,7 +187,9 @@ def _probe_rows(tokenizer: Any, rollout: Rollout, kl: torch.Tensor) -> list[dict
     for n, (tokens, mask) in enumerate(zip(rollout.tokens.cpu(), rollout.mask.cpu(), strict=True)):
         kept = [int(t) for t in tokens[mask]]
         shown = [tokenizer.decode([t]) for t in kept]
-        rows.append({"prompt": rollout.prompts[n], "tokens": shown, "kl": [round(float(v), 5) for v in kl[n][mask]]})
+        rows.append(
+            {"prompt": as_text(rollout.prompts[n]), "tokens": shown, "kl": [round(float(v), 5) for v in kl[n][mask]]}
+        )
     return rows
 
 

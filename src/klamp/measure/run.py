@@ -23,6 +23,7 @@ from klamp.errors import ConfigError, require_number, writing
 from klamp.measure.figures import Estimate, Figures, total
 from klamp.measure.pair import Pair, load_pair
 from klamp.measure.score import given, records, token_map
+from klamp.messages import Prompt, problem
 from klamp.sampling.sampler import Sampler, context_of
 from klamp.train.batch import Rollout
 from klamp.train.config import RolloutConfig
@@ -100,7 +101,7 @@ class Measurement:
 def measure_kl(
     policy: str,
     reference: str,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     *,
     completions: Sequence[str] | None = None,
     max_tokens: int = 64,
@@ -192,7 +193,7 @@ def _measurement(figures: Figures, settings: Settings, maps: list[dict[str, Any]
 class _Source:
     """The completions of any block of prompts: sampled by seed and block, or given."""
 
-    def __init__(self, pair: Pair, settings: Settings, prompts: list[str], completions: list[str] | None) -> None:
+    def __init__(self, pair: Pair, settings: Settings, prompts: list[Prompt], completions: list[str] | None) -> None:
         self.pair, self.settings, self.prompts, self.completions = pair, settings, prompts, completions
         self.samples = 1 if completions is not None else settings.samples
         self.context = context_of(pair.policy.model)
@@ -341,15 +342,15 @@ def _block(line: dict[str, Any], file: Path) -> int:
     return block
 
 
-def _check(settings: Settings, prompts: Sequence[str], completions: Sequence[str] | None) -> None:
+def _check(settings: Settings, prompts: Sequence[Prompt], completions: Sequence[str] | None) -> None:
     for name in ("max_tokens", "samples", "batch"):
         require_number(name, getattr(settings, name), at_least=1, way_out="It is a count.")
     require_number("temperature", settings.temperature, above=0, way_out="1.0 samples the model itself.")
     if not prompts:
         raise ConfigError("prompts is empty. Give at least one.")
     for n, prompt in enumerate(prompts):
-        if not isinstance(prompt, str) or not prompt:
-            raise ConfigError(f"prompt {n + 1} must be a non-empty string, got {prompt!r}.")
+        if wrong := problem(prompt):
+            raise ConfigError(f"prompt {n + 1} must be text or a list of messages: {wrong}.")
     if completions is not None and len(completions) != len(prompts):
         raise ConfigError(f"{len(completions)} completions for {len(prompts)} prompts. Give one each, in order.")
 

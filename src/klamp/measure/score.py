@@ -15,6 +15,7 @@ from klamp import estimators as e
 from klamp.kernels import TokenStats
 from klamp.masked import select
 from klamp.measure.pair import Pair
+from klamp.messages import Prompt, as_text
 from klamp.train.batch import Part, Rollout, collate, part
 from klamp.train.policy import Anchor, score
 
@@ -80,7 +81,7 @@ def _record(
     kl = host["kl"][rows]
     record: dict[str, Any] = {
         "prompt": prompt,
-        "text": rollout.prompts[rows.start] if rollout.prompts else "",
+        "text": as_text(rollout.prompts[rows.start]) if rollout.prompts else "",
         "completion": rollout.completions[rows.start] if rollout.completions else "",
         "tokens": int(mask.sum()),
         "sequences": int(mask.any(1).sum()),
@@ -115,7 +116,7 @@ def _top(pair: Pair, piece: Part, kl: Tensor, mask: Tensor, rows: slice) -> list
     return found
 
 
-def given(pair: Pair, prompts: list[list[int]], texts: list[str], completions: list[str]) -> Rollout:
+def given(pair: Pair, prompts: list[list[int]], texts: list[Prompt], completions: list[str]) -> Rollout:
     """A rollout of completions that were given as text, tokenised once and ended."""
     end = int(pair.tokenizer.eos_token_id)
     answers = [[*pair.tokenizer.encode(c, add_special_tokens=False), end] for c in completions]

@@ -12,13 +12,14 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from klamp.errors import ConfigError, shown, unknown
+from klamp.messages import Prompt, problem
 from klamp.models.fetch import HUB_ID, smollm2
 from klamp.models.fetch import _quiet as _quiet
 from klamp.models.usual import USUAL as USUAL
@@ -139,30 +140,52 @@ def load_classifier(name: str) -> tuple[Any, Any]:
     return tokenizer, model.eval()
 
 
-def encode_prompts(tokenizer: Any, prompts: list[str], *, chat: bool | None = None) -> list[list[int]]:
-    """Token ids a prompt, never cut: as one user turn up to the assistant's where there is a chat template."""
+def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt], *, chat: bool | None = None) -> list[list[int]]:
+    """Token ids a prompt, never cut. With a chat template text is one user turn; messages always go through it."""
     template = tokenizer.chat_template is not None
     if chat and not template:
         raise ConfigError("chat=True needs a tokenizer with a chat template, and this one has none. Use chat=None.")
     as_chat = template if chat is None else chat
     encoded = []
     for i, prompt in enumerate(prompts):
-        if not isinstance(prompt, str):
-            raise ConfigError(f"prompts[{i}] must be text, got {type(prompt).__name__}.")
+        if prompt != "" and (wrong := problem(prompt)):
+            raise ConfigError(f"prompts[{i}] must be text or a list of messages: {wrong}.")
+        if not isinstance(prompt, str) and not as_chat:
+            raise _no_template(i, template)
+        text = prompt
         if as_chat:
-            turns = [{"role": "user", "content": prompt}]
-            prompt = _as_chat(tokenizer, turns)
-        ids = tokenizer(prompt, add_special_tokens=not as_chat, truncation=False, verbose=False)["input_ids"]
+            text = _as_chat(tokenizer, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+        ids = tokenizer(text, add_special_tokens=not as_chat, truncation=False, verbose=False)["input_ids"]
         if not ids:
             raise ConfigError(f"prompts[{i}] is empty, and this tokenizer puts no BOS before it to start from.")
         encoded.append([int(token) for token in ids])
     return encoded
 
 
-def _as_chat(tokenizer: Any, turns: list[dict[str, str]]) -> str:
-    """The turns through the model's template. It is a stranger's, run in a sandbox: what it raises is said of it."""
+def _no_template(index: int, template: bool) -> ConfigError:
+    if template:
+        return ConfigError(
+            f"prompts[{index}] is a list of messages, which only the chat template can turn into text, and chat is "
+            "False. Use chat=None, or give the prompts as text."
+        )
+    return ConfigError(
+        f"prompts[{index}] is a list of messages, and the model's tokenizer has no chat template to turn it into text. "
+        "Use an instruct model (smollm2 is one), or give the prompts as text."
+    )
+
+
+def _as_chat(tokenizer: Any, turns: list[dict[str, Any]]) -> str:
+    """The turns through the model's template. It is a stranger's, run in a sandbox: what it raises is said of it.
+
+    A conversation that ends with the assistant's words is continued there, as TRL does.
+    """
+    goes_on = turns[-1]["role"] == "assistant"
     try:
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+        return str(
+            tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=not goes_on, continue_final_message=goes_on
+            )
+        )
     except Exception as error:
         first = " ".join(str(error).split())[:200]
         raise ConfigError(

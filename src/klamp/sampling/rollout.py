@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from klamp.messages import Prompt
+
 
 @dataclass(frozen=True)
 class Rollout:
@@ -29,7 +31,8 @@ class Rollout:
     """Column of ``ids`` at which the per-token tensors begin."""
     group_size: int = 1
     """Consecutive sequences that share a prompt."""
-    prompts: list[str] = field(default_factory=list)
+    prompts: list[Prompt] = field(default_factory=list)
+    """As they were given: text, or a list of messages."""
     completions: list[str] = field(default_factory=list)
     columns: dict[str, list[Any]] = field(default_factory=dict)
     """The dataset's other columns, one entry a sequence."""

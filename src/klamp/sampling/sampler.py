@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from klamp.errors import ConfigError
+from klamp.messages import Prompt
 from klamp.sampling.decode import Decoder
 from klamp.sampling.merged_model import MergedModel, Trained
 from klamp.sampling.rollout import Rollout
@@ -47,7 +48,7 @@ class Sampler:
         self.merged.refresh()
 
     @torch.no_grad()
-    def sample(self, prompts: Sequence[Sequence[int]], texts: Sequence[str], generator: torch.Generator) -> Rollout:
+    def sample(self, prompts: Sequence[Sequence[int]], texts: Sequence[Prompt], generator: torch.Generator) -> Rollout:
         """``group_size`` completions of every prompt, in order, with their log-probs at the sampling temperature."""
         config = self.config
         repeated = [list(p) for p in prompts for _ in range(config.group_size)]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from klamp.errors import ConfigError
+from klamp.messages import Prompt
 from klamp.sampling.rollout import Rollout
 
 __all__ = ["Part", "Rollout", "collate", "part", "parts"]
@@ -78,7 +79,7 @@ def collate(
     *,
     pad: int,
     group_size: int = 1,
-    prompts: list[str] | None = None,
+    prompts: list[Prompt] | None = None,
     completions: list[str] | None = None,
 ) -> Rollout:
     """Recorded sequences as a rollout, aligned at their first counted token; ``counted`` and ``logps`` per token."""

@@ -10,17 +10,24 @@ import torch
 
 from klamp import jsonl
 from klamp.errors import ConfigError
+from klamp.messages import Prompt, as_text, keys, problem
 
 
 @dataclass(frozen=True)
 class Prompts:
     """Prompts with the dataset's other columns."""
 
-    texts: list[str]
+    given: list[Prompt]
+    """As they stand in the file: text, or a list of messages."""
     columns: dict[str, list[Any]] = field(default_factory=dict)
 
+    @property
+    def texts(self) -> list[str]:
+        """For people to read."""
+        return [as_text(prompt) for prompt in self.given]
+
     def __len__(self) -> int:
-        return len(self.texts)
+        return len(self.given)
 
     def of_step(self, step: int, count: int, seed: int) -> list[int]:
         """Indices of the ``count`` prompts of ``step``: every prompt once an epoch, in an order the seed decides."""
@@ -30,7 +37,7 @@ class Prompts:
 
     def _order(self, seed: int, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed(mix(seed, epoch))
-        return list(torch.randperm(len(self.texts), generator=generator).tolist())
+        return list(torch.randperm(len(self.given), generator=generator).tolist())
 
 
 def mix(*numbers: int) -> int:
@@ -49,7 +56,7 @@ def load(path: str | None, model: str) -> Prompts:
 
         if model not in models.BUILTIN:
             raise ConfigError(f"prompts is missing: model {model!r} brings none of its own. Give a JSONL or text file.")
-        return Prompts(models.prompts(model))
+        return Prompts(list(models.prompts(model)))
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f'prompts {path!r} is not a file. Give JSONL with a "prompt" on each line, or plain text.')
@@ -72,13 +79,17 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def read_jsonl(file: Path, field: str = "prompt") -> list[dict[str, Any]]:
-    """One JSON object a line, each with a non-empty string ``field``; errors name the line."""
+    """One JSON object a line, each with a ``field`` of text (a prompt: or messages); errors name the line."""
     found = []
     for number, row in jsonl.rows(file, strict=True):
-        if not isinstance(row.get(field), str) or not row[field]:
-            raise ConfigError(
-                f'{field}s {str(file)!r}, line {number}: "{field}" must be a non-empty string, got '
-                f"{row.get(field)!r:.80}."
-            )
+        where = f"{field}s {str(file)!r}, line {number}"
+        if field not in row:
+            raise ConfigError(f'{where}: there is no "{field}". The keys are {keys(row)}; rename the one you mean.')
+        wrong = problem(row[field])
+        if wrong is None and field != "prompt" and not isinstance(row[field], str):
+            wrong = "got a list"
+        if wrong is not None:
+            form = "text, or a list of messages" if field == "prompt" else "a non-empty string"
+            raise ConfigError(f'{where}: "{field}" must be {form}: {wrong}.')
         found.append(row)
     return found

@@ -21,6 +21,7 @@ import torch
 
 from klamp import models
 from klamp.errors import ConfigError, KlampError
+from klamp.messages import as_text
 from klamp.references import parse
 from klamp.sampling.sampler import Sampler, context_of
 from klamp.train import checkpoint, data
@@ -61,13 +62,14 @@ class Trainer:
             trust_remote_code=config.trust_remote_code,
         )
         self.scorer = Scorer(config.reward, rewards)
+        self.scorer.check_columns(self.prompts.columns)
         self.accelerator = make_accelerator(config)
         _check_processes(config, self.accelerator.num_processes)
         checkpoint.seed_everything(config.seed, self.accelerator.process_index)
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
         self.tokenizer = models.load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
-        self.encoded = models.encode_prompts(self.tokenizer, self.prompts.texts, chat=config.rollout.chat)
+        self.encoded = models.encode_prompts(self.tokenizer, self.prompts.given, chat=config.rollout.chat)
         context = _context(config)
         self._check_context(context)
         with _together(self.accelerator, config):
@@ -114,7 +116,7 @@ class Trainer:
         share = len(picked) // ranks
         own = picked[rank * share : (rank + 1) * share]
         generator = torch.Generator(self.learner.device).manual_seed(data.mix(config.seed, step, rank, 2))
-        rollout = self.sampler.sample([self.encoded[i] for i in own], [self.prompts.texts[i] for i in own], generator)
+        rollout = self.sampler.sample([self.encoded[i] for i in own], [self.prompts.given[i] for i in own], generator)
         repeated = [i for i in own for _ in range(config.rollout.group_size)]
         return replace(rollout, columns={k: [v[i] for i in repeated] for k, v in self.prompts.columns.items()})
 
@@ -173,7 +175,7 @@ class Trainer:
                 self.folder.samples,
                 {
                     "step": step,
-                    "prompt": rollout.prompts[row],
+                    "prompt": as_text(rollout.prompts[row]),
                     "completion": rollout.completions[row],
                     "reward": rewards[row],
                     "tokens": [self.tokenizer.decode([int(t)]) for t in tokens[row][keep]],
