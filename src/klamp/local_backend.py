@@ -27,13 +27,23 @@ from klamp import models
 from klamp.controllers import Controller
 from klamp.errors import ConfigError, KlampError, require_number
 from klamp.local.arguments import COEFFICIENT, Arguments, Place, refuse_unknown
+from klamp.local.gather import gather_trajectory_groups
 from klamp.local.trajectories import Choice, Message, Trajectory, TrajectoryGroup
 from klamp.local.worker import Request, TrainResult, Worker
 from klamp.references import ReferenceSpec
 from klamp.train.anchors import saved_steps
 from klamp.train.config import LoraConfig
 
-__all__ = ["Choice", "LocalBackend", "Message", "TrainResult", "TrainableModel", "Trajectory", "TrajectoryGroup"]
+__all__ = [
+    "Choice",
+    "LocalBackend",
+    "Message",
+    "TrainResult",
+    "TrainableModel",
+    "Trajectory",
+    "TrajectoryGroup",
+    "gather_trajectory_groups",
+]
 
 NAME = re.compile(r"\w[\w.+ -]{0,99}")
 T = TypeVar("T")
@@ -120,12 +130,16 @@ class LocalBackend:
         reference: ReferenceSpec | str | None = None,
         kl_limit: float | None = None,
         clamp: bool = True,
+        advantages: Literal["art", "art_scaled", "klamp"] = "art",
         scale_rewards: bool = True,
-        epsilon: float = 0.2,
+        normalize_advantages: bool = True,
+        loss_fn: Literal["ppo", "cispo"] = "ppo",
+        epsilon: float | None = None,
         epsilon_high: float | None = None,
         max_grad_norm: float = 1.0,
         micro_batch: int = 0,
         temperature: float | None = None,
+        verbose: bool = False,
         **unknown: Any,
     ) -> TrainResult:
         """One optimiser step with ``A_t + price · (mean of k1 over all counted tokens of the step - k1_t)``, saved.
@@ -135,8 +149,11 @@ class LocalBackend:
         base), ``kl_ref_adapter_path``, ``kl_penalty_step_lag`` (the newest saved step at least that far back), or
         ``reference``, a typed value such as ``klamp.references.Ema(0.99)``. ``kl_penalty_source="sample"`` takes k1 of
         the log-probs recorded with the tokens. ``kl_limit`` is the KL that the clamp holds (default: 1.1 times the
-        controller's target), ``clamp=False`` turns it off. ``scale_rewards`` divides a group's advantages by their
-        standard deviation. ``micro_batch`` sequences go through the model at once: memory, not the result.
+        controller's target), ``clamp=False`` turns it off. ``advantages`` says how a group's rewards
+        become advantages and how tokens weigh: ``"art"`` as ART does it, ``"art_scaled"`` with ART's last division too,
+        ``"klamp"`` as ``klamp train``. ``scale_rewards`` (or ART's other name, ``normalize_advantages``) divides by the
+        group's standard deviation. ``micro_batch`` sequences go through the model at once: memory, not the result.
+        Other arguments of ART's are taken at ART's defaults.
         """
         refuse_unknown(unknown)
         arguments = Arguments(
@@ -150,7 +167,10 @@ class LocalBackend:
             reference=reference,
             kl_limit=kl_limit,
             clamp=clamp,
+            advantages=advantages,
             scale_rewards=scale_rewards,
+            normalize_advantages=normalize_advantages,
+            loss_fn=loss_fn,
             epsilon=epsilon,
             epsilon_high=epsilon_high,
             max_grad_norm=max_grad_norm,
@@ -158,7 +178,10 @@ class LocalBackend:
             temperature=temperature,
         )
         groups = list(trajectory_groups)
-        return await self._open(model).train(lambda worker: worker.train(groups, arguments))
+        result = await self._open(model).train(lambda worker: worker.train(groups, arguments))
+        if verbose:
+            print(result.summary)
+        return result
 
     async def sample(
         self,

@@ -6,6 +6,8 @@ nothing. Losses come back per token: the caller sums them and divides by the ste
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -14,11 +16,18 @@ from klamp.masked import as_mask, same_shape, select, wide
 
 
 def group_advantages(
-    rewards: Tensor, group_size: int, *, std: bool = True, valid: Tensor | None = None, eps: float = 1e-4
+    rewards: Tensor,
+    group_size: int,
+    *,
+    std: bool = True,
+    valid: Tensor | None = None,
+    eps: float = 1e-4,
+    correction: int = 1,
 ) -> Tensor:
     """``(r - mean of its group) / (std of its group + eps)``, [B]: GRPO's advantages, on the task reward alone.
 
-    ``std=False`` leaves the scale alone (Dr. GRPO). Rows where ``valid`` is False take no part and get 0.
+    ``std=False`` leaves the scale alone (Dr. GRPO). The variance is over ``n - correction``: 1 as in TRL, 0 for the
+    population's, as in ART. Rows where ``valid`` is False take no part and get 0.
     """
     rewards = wide("rewards", rewards)
     if group_size < 1 or rewards.shape[0] % group_size:
@@ -30,7 +39,7 @@ def group_advantages(
     count = keep.sum(1, keepdim=True)
     centred = select(r - r.sum(1, keepdim=True) / count.clamp(min=1), keep)
     if std:
-        variance = (centred * centred).sum(1, keepdim=True) / (count - 1).clamp(min=1)
+        variance = (centred * centred).sum(1, keepdim=True) / (count - correction).clamp(min=1)
         centred = centred / (variance.sqrt() + eps)
     return centred.reshape(-1)
 
@@ -88,13 +97,21 @@ def policy_loss(
     *,
     clip: tuple[float, float] | None = (0.2, 0.2),
     unclipped: Tensor | None = None,
+    cispo: bool = False,
 ) -> Tensor:
     """``-min(r A, clip(r, 1-lo, 1+hi) A) - r A'`` per token, ``r = e^(logp - old_logp)`` (PPO, Schulman et al. 2017).
 
-    ``unclipped`` is A': the KL still to come of ``sequence_exact``, which a clip must not let go.
+    ``unclipped`` is A': the KL still to come of ``sequence_exact``, which a clip must not let go. ``cispo`` gives
+    ``-sg[clip(r, 1-lo, 1+hi)] A logp`` instead (MiniMax 2025): the ratio is a constant weight, so that a token beyond
+    the clip keeps its gradient.
     """
     same_shape(logp=logp, old_logp=old_logp, advantages=advantages, unclipped=unclipped)
     ratio = (wide("logp", logp) - wide("old_logp", old_logp)).exp()
+    if cispo:
+        low, high = clip or (1.0, math.inf)
+        return -ratio.detach().clamp(1 - low, 1 + high) * advantages * logp - (
+            0 if unclipped is None else ratio * unclipped
+        )
     loss = -ratio * advantages
     if clip is not None:
         low, high = clip

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -237,13 +238,122 @@ def test_groups_of_any_size_are_compared_within(trained: Any, once: Any, monkeyp
     monkeypatch.setattr(learner_module, "prepare", lambda *a: (p := real(*a), seen.append(p.advantages[:, 0]))[0])
     metrics = once(groups).metrics
     r = torch.tensor([t.reward for t in trajectories])
-    expected = torch.cat([(g - g.mean()) / (g.std() + 1e-4) for g in (r[:3], r[3:7])] + [torch.zeros(1)])
+    expected = torch.cat([(g - g.mean()) / (g.std(correction=0) + 1e-6) for g in (r[:3], r[3:7])] + [torch.zeros(1)])
     torch.testing.assert_close(seen[0], expected, atol=1e-5, rtol=1e-4)
     assert (metrics["data/groups"], metrics["data/trajectories"], metrics["data/exceptions"]) == (3, 8, 1)
     assert metrics["reward/mean"] == pytest.approx(float(r.mean()), abs=1e-6)
 
 
+def test_advantages_and_weights_are_arts_and_klamps_by_name(
+    trained: Any, once: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trajectory's tokens weigh one over their number, those of its side conversation among them."""
+    groups = trained[1]
+    aside = groups[1].trajectories[0].messages_and_choices
+    first = Trajectory(groups[0].trajectories[0].messages_and_choices, reward=1.0)
+    first.additional_histories = [Trajectory(aside)]
+    given = [TrajectoryGroup([first, *groups[0].trajectories[1:]])]
+    tokens = torch.tensor([len(t.messages_and_choices[-1].token_ids) for t in given[0]])
+    tokens[0] += len(aside[-1].token_ids)
+    rewards = torch.tensor([t.reward for t in given[0]])
+    seen: list[Any] = []
+    real = learner_module.prepare
+    monkeypatch.setattr(learner_module, "prepare", lambda *a: (p := real(*a), seen.append(p))[0])
+    art = (rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-6)
+    klamps = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+    for kind, expected in (("art", art), ("art_scaled", art / art.abs().mean()), ("klamp", klamps)):
+        once(given, advantages=kind)
+        torch.testing.assert_close(seen[-1].advantages[[0, 2, 3, 4], 0], expected, atol=1e-5, rtol=1e-4)
+        assert seen[-1].advantages[1, 0] == seen[-1].advantages[0, 0]
+    assert seen[-1].weights is None, "klamp: all tokens alike"
+    weights = (1 / tokens) / (len(tokens) / tokens.sum())
+    torch.testing.assert_close(seen[0].weights[[0, 2, 3, 4]], weights, atol=1e-6, rtol=1e-5)
+    assert seen[0].weights[1] == seen[0].weights[0]
+    once(given, scale_rewards=False)
+    once(given, normalize_advantages=False)
+    for plain in seen[-2:]:
+        torch.testing.assert_close(plain.advantages[[0, 2, 3, 4], 0], rewards - rewards.mean(), atol=1e-6, rtol=1e-5)
+
+
+def test_the_weighted_loss_is_the_mean_over_trajectories_of_token_means(trained: Any, once: Any) -> None:
+    groups = trained[1]
+    cut = [
+        [Trajectory([q, replace(c, token_ids=c.token_ids[:n], logp=c.logp[:n])], reward=t.reward)]
+        for n, t in enumerate((t for g in groups for t in g), start=1)
+        for q, c in [t.messages_and_choices]
+    ]
+    [both] = [[t for g in cut[:4] for t in g]]
+    free = {"kl_penalty_coef": 0.0, "max_grad_norm": 0.0}
+    r = torch.tensor([t.reward for t in both])
+    a = (r - r.mean()) / (r.std(correction=0) + 1e-6)
+    # On policy every ratio is 1, so the loss is minus the mean over trajectories of the advantage: 0 here.
+    assert once([both], **free).metrics["loss/policy"] == pytest.approx(0.0, abs=1e-6)
+    n = torch.tensor([len(t.messages_and_choices[-1].token_ids) for t in both])
+    assert len(set(n.tolist())) > 1
+    expected = -float((a * n).sum() / n.sum())
+    alike = once([both], advantages="klamp", **free).metrics["loss/policy"]
+    assert alike == pytest.approx(expected * math.sqrt(3 / 4), rel=1e-2)
+
+
+def test_cispo_keeps_the_gradient_of_a_token_beyond_the_clip(trained: Any, once: Any) -> None:
+    shifted = [
+        [Trajectory([q, replace(c, logp=tuple(v - 1.0 for v in c.logp), step=2)], reward=t.reward) for t in group
+         for q, c in [t.messages_and_choices]]
+        for group in trained[1]
+    ]  # fmt: skip
+    free = {"kl_penalty_coef": 0.0, "max_grad_norm": 0.0}
+    plain = once(**free).metrics["train/grad_norm"]
+    # Every ratio is e: between CISPO's 0 and 5, and cut at 1 + epsilon_high.
+    for more, factor in (({}, math.e), ({"epsilon_high": 0.5}, 1.5)):
+        longer = once(shifted, loss_fn="cispo", **more, **free).metrics["train/grad_norm"] / plain
+        assert longer == pytest.approx(factor, rel=1e-3)
+
+
+def openai_shaped(c: Choice, **more: Any) -> SimpleNamespace:
+    """A choice as a server writes it: tokens in the log-probs, no step."""
+    entries = [SimpleNamespace(token=f"token_id:{i}", logprob=v) for i, v in zip(c.token_ids, c.logp, strict=True)]
+    return SimpleNamespace(
+        message=c.message,
+        finish_reason=c.finish_reason,
+        logprobs=SimpleNamespace(content=entries),
+        prompt_token_ids=list(c.prompt_token_ids),
+        **more,
+    )
+
+
+def test_stale_counts_the_sequences_of_an_older_policy(trained: Any, once: Any) -> None:
+    groups = trained[1]
+
+    def of(change: Callable[[int, Choice], Any]) -> list[TrajectoryGroup]:
+        number = iter(range(100))
+        return [
+            TrajectoryGroup([Trajectory([q, change(next(number), c)], reward=t.reward) for t in g for q, c in
+                             [t.messages_and_choices]])
+            for g in groups
+        ]  # fmt: skip
+
+    assert once(of(lambda _, c: c)).metrics["data/stale"] == 0
+    assert once(of(lambda n, c: replace(c, step=2) if n < 3 else c)).metrics["data/stale"] == 3
+    assert once(of(lambda _, c: openai_shaped(c))).metrics["data/stale"] == 0, "their log-probs are this policy's"
+    assert once(of(lambda _, c: openai_shaped(c, step=3))).metrics["data/stale"] == 0
+    assert once(of(lambda _, c: openai_shaped(c, step=1))).metrics["data/stale"] == 8
+    other = of(lambda n, c: openai_shaped(replace(c, logp=tuple(v - 0.3 * (n == 5) for v in c.logp))))
+    assert once(other).metrics["data/stale"] == 1
+
+
 # The reference
+
+
+def test_a_lag_before_its_first_step_is_the_base_by_its_hash(tmp_path: Path) -> None:
+    async def run() -> list[dict[str, Any]]:
+        async with LocalBackend(tmp_path) as backend:
+            base = (await steps(backend, 1, kl_penalty_coef=0.0))[0].reference
+            lag = await steps(backend, 2, kl_penalty_step_lag=1)
+            return [base, *(r.reference for r in lag)]
+
+    base, before, after = asyncio.run(run())
+    assert before == {"reference": "lag:1", "weights": base["weights"]}
+    assert after["weights"] != base["weights"], "and then a saved step"
 
 
 def test_step_adapter_and_lag_name_the_same_weights_to_the_bit(trained: Any, once: Any, tmp_path: Path) -> None:

@@ -14,9 +14,17 @@ import torch
 
 import klamp
 from klamp import models
-from klamp.local.arguments import Arguments
+from klamp.local.arguments import ART_DEFAULTS, Arguments
 from klamp.local.encode import Encoder
-from klamp.local_backend import Choice, LocalBackend, Message, TrainableModel, Trajectory, TrajectoryGroup
+from klamp.local_backend import (
+    Choice,
+    LocalBackend,
+    Message,
+    TrainableModel,
+    Trajectory,
+    TrajectoryGroup,
+    gather_trajectory_groups,
+)
 from klamp.train import learner as learner_module
 from klamp.train.batch import Rollout
 
@@ -84,7 +92,7 @@ def test_sampled_tokens_are_trained_on_as_they_are_and_nothing_else_counts(
         assert tuple(rollout.ids[row][rollout.attention[row]].tolist()) == (*prompt, *c.token_ids)
     assert int(rollout.mask.sum()) == 5
     assert metrics["data/retokenised"] == 0
-    assert metrics["data/stale"] == 1, "nobody said which step drew them"
+    assert metrics["data/stale"] == 2, "their log-probs are not the model's"
 
 
 def test_turns_that_go_on_from_one_another_share_a_sequence(tmp_path: Path) -> None:
@@ -199,7 +207,14 @@ def test_trajectories_that_cannot_be_trained_on_are_refused(encoder: Encoder, it
         ({"beta": 0.1}, "Write kl_penalty_coef"),
         ({"target_kl": 0.1}, "Write controller=klamp.Hold"),
         ({"kl_penalty_coeff": 0.1}, "Did you mean 'kl_penalty_coef'"),
-        ({"kimi_k2_tau": 1.0}, "Choose from"),
+        ({"warmup_ratio": 0.1}, r"no argument 'warmup_ratio'\. Choose from"),
+        ({"loss_function": "ppo"}, r"no argument 'loss_function'\. Choose from"),
+        ({"kimi_k2_tau": 1.0}, r"kimi_k2_tau=1\.0 is an argument of ART's .* default, None"),
+        ({"advantage_balance": 0.5}, r"advantage_balance=0\.5 is an argument of ART's .* default, 0\.0"),
+        ({"save_checkpoint": False}, "save_checkpoint=False is an argument of ART's"),
+        ({"importance_sampling_level": "sequence"}, "importance_sampling_level='sequence' is an argument of ART's"),
+        ({"advantages": "grpo"}, "advantages 'grpo' is not known"),
+        ({"loss_fn": "dapo"}, "loss_fn 'dapo' is not known"),
         ({"kl_penalty_coef": -1.0}, "kl_penalty_coef must be >= 0"),
         ({"learning_rate": 0.0}, "learning_rate must be > 0"),
         ({"kl_penalty_step_lag": 0}, "lag must be >= 1"),
@@ -372,5 +387,112 @@ def test_a_group_is_gathered_from_coroutines_and_keeps_what_failed() -> None:
     group = asyncio.run(TrajectoryGroup.gather(rollout(n) for n in range(3)))
     assert [t.reward for t in group] == [0.0, 2.0]
     assert [str(e) for e in group.exceptions] == ["lost"]
-    with pytest.raises(klamp.ConfigError, match="await TrajectoryGroup"):
-        TrajectoryGroup([rollout(0)])
+
+
+# Rollouts at the same time
+
+
+async def rollout(n: int) -> Trajectory:
+    await asyncio.sleep(0.001 * (5 - n))
+    if n == 1:
+        raise ValueError("lost")
+    return Trajectory([QUESTION], reward=float(n))
+
+
+def test_a_group_of_coroutines_is_awaited_and_raises_what_fails(tmp_path: Path) -> None:
+    async def run() -> TrajectoryGroup:
+        pending = TrajectoryGroup((rollout(n) for n in (0, 2, 3)), metadata={"task": "x"})
+        with pytest.raises(klamp.ConfigError, match="has not run"):
+            await LocalBackend(tmp_path).train(MODEL, [pending])
+        with pytest.raises(ValueError, match="lost"):
+            await TrajectoryGroup(rollout(n) for n in range(3))
+        return await pending
+
+    group = asyncio.run(run())
+    assert [t.reward for t in group] == [0.0, 2.0, 3.0], "in the order that they were given in"
+    assert group.metadata == {"task": "x"}
+
+
+@pytest.mark.parametrize(("most", "raises"), [(0, True), (1, True), (2, False), (0.3, True), (0.34, False)])
+def test_some_rollouts_of_many_groups_may_fail(most: float, raises: bool) -> None:
+    """Two of six fail: more than one, and a third of them."""
+
+    async def run() -> list[TrajectoryGroup]:
+        groups = [TrajectoryGroup(rollout(n) for n in range(3)) for _ in range(2)]
+        return await gather_trajectory_groups(groups, max_exceptions=most)
+
+    if raises:
+        with pytest.raises(ValueError, match="lost"):
+            asyncio.run(run())
+        return
+    groups = asyncio.run(run())
+    assert [[t.reward for t in g] for g in groups] == [[0.0, 2.0]] * 2
+    assert [len(g.exceptions) for g in groups] == [1, 1]
+
+
+def test_groups_go_through_a_callback_and_a_failed_group_is_left_out() -> None:
+    async def group(n: int) -> TrajectoryGroup:
+        if n == 3:
+            raise OSError("no such game")
+        return TrajectoryGroup([Trajectory([QUESTION], reward=float(n))])
+
+    async def judge(made: TrajectoryGroup) -> TrajectoryGroup | list[TrajectoryGroup] | None:
+        [t] = made
+        return {0: made, 1: None, 2: [made, made]}[int(t.reward)]  # type: ignore[return-value]
+
+    async def run(**settings: Any) -> list[float]:
+        found = await gather_trajectory_groups(map(group, range(4)), after_each=judge, pbar_desc=None, **settings)
+        return [t.reward for g in found for t in g]
+
+    assert asyncio.run(run(max_exceptions=float("inf"))) == [0.0, 2.0, 2.0]
+    with pytest.raises(OSError, match="no such game"):
+        asyncio.run(run())
+
+
+def test_a_trajectory_notes_how_long_it_took() -> None:
+    async def run() -> Trajectory:
+        t = Trajectory([QUESTION])
+        for _ in range(2):
+            async with t.track_duration("tool"):
+                await asyncio.sleep(0.01)
+        t.log("done")
+        return t.finish()
+
+    t = asyncio.run(run())
+    assert 0.02 <= t.metrics["tool_duration"] <= t.metrics["duration"]
+    assert t.logs == ["done"]
+
+
+def test_keywords_of_art_at_their_defaults_are_taken(tmp_path: Path) -> None:
+    """Whatever is wrong with the call, it is not one of these."""
+    with pytest.raises(klamp.ConfigError, match="no trajectory to train on"):
+        asyncio.run(
+            LocalBackend(tmp_path).train(
+                MODEL,
+                [],
+                **ART_DEFAULTS,
+                loss_fn="cispo",
+                normalize_advantages=True,
+                scale_rewards=True,
+                kl_penalty_coef=0.0,
+                epsilon=None,
+                epsilon_high=None,
+                verbose=False,
+            )
+        )
+    given: dict[str, Any] = dict.fromkeys(Arguments.__dataclass_fields__) | {
+        "learning_rate": 1e-5,
+        "kl_penalty_coef": 0.0,
+        "kl_penalty_source": "current_learner",
+        "advantages": "art",
+        "clamp": True,
+        "scale_rewards": True,
+        "normalize_advantages": True,
+        "max_grad_norm": 1.0,
+        "micro_batch": 0,
+    }
+    clips = [
+        Arguments(**{**given, "loss_fn": loss, "epsilon": low, "epsilon_high": high}).clip
+        for loss, low, high in (("ppo", None, None), ("ppo", 0.1, None), ("cispo", None, None), ("cispo", 0.5, 2.0))
+    ]
+    assert clips == [(0.2, 0.2), (0.1, 0.1), (1.0, 4.0), (0.5, 2.0)], "as art.loss has them"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from klamp.controllers import Controller, Fixed, Hold
-from klamp.errors import ConfigError, require_number, unknown
+from klamp.errors import ConfigError, require_number, shown, unknown
 from klamp.references import AdapterPath, Base, CheckpointStep, ReferenceSpec, StepLag, parse
 from klamp.train.config import (
     AlgorithmConfig,
@@ -47,6 +49,32 @@ RIGHT_NAMES = {
 """What other systems, and ART at other times, call these arguments."""
 
 
+ART_DEFAULTS: dict[str, Any] = {
+    "loss_fn_config": None,
+    "adam_params": None,
+    "advantage_balance": 0.0,
+    "importance_sampling_level": "token",
+    "max_negative_advantage_importance_sampling_weight": None,
+    "mask_prob_ratio": False,
+    "kimi_k2_tau": None,
+    "precalculate_logprobs": False,
+    "allow_training_without_logprobs": False,
+    "plot_tensors": False,
+    "truncated_importance_sampling": None,
+    "scale_learning_rate_by_reward_std_dev": False,
+    "logprob_calculation_chunk_size": 1024,
+    "packed_sequence_length": None,
+    "num_trajectories_learning_rate_multiplier_power": 0.0,
+    "save_checkpoint": True,
+    "optimizer_save_interval": 5,
+    "final_training_step": None,
+    "grad_accumulation_sequences": None,
+}
+"""Arguments of ART's ``train`` (0.5.18 to 0.5.23) that klamp has no use for, at the values that ask for nothing."""
+
+ADVANTAGES = ("art", "art_scaled", "klamp")
+LOSSES: dict[str, tuple[float, float | None]] = {"ppo": (0.2, None), "cispo": (1.0, 4.0)}
+"""The clip of each loss where none is given, as in ART: below 1, and above (None: the same)."""
 SOURCES = ("current_learner", "sample")
 POSITIVE = (
     ("learning_rate", "1e-5 to 1e-3 is usual for LoRA."),
@@ -88,8 +116,11 @@ class Arguments:
     reference: ReferenceSpec | str | None
     kl_limit: float | None
     clamp: bool
+    advantages: Literal["art", "art_scaled", "klamp"]
     scale_rewards: bool
-    epsilon: float
+    normalize_advantages: bool
+    loss_fn: Literal["ppo", "cispo"]
+    epsilon: float | None
     epsilon_high: float | None
     max_grad_norm: float
     micro_batch: int
@@ -106,8 +137,9 @@ class Arguments:
                 f"controller must have init() and a pure update(state, kl, n), got {self.controller!r:.80}. Pass "
                 "klamp.Hold(target=0.05, per='token') or another controller of klamp's itself."
             )
-        if self.kl_penalty_source not in SOURCES:
-            raise unknown("kl_penalty_source", self.kl_penalty_source, SOURCES)
+        for name, choices in (("kl_penalty_source", SOURCES), ("advantages", ADVANTAGES), ("loss_fn", LOSSES)):
+            if getattr(self, name) not in choices:
+                raise unknown(name, getattr(self, name), choices)
         for name, floor, way_out in AT_LEAST:
             if getattr(self, name) is not None:
                 require_number(name, getattr(self, name), at_least=floor, way_out=way_out)
@@ -120,6 +152,19 @@ class Arguments:
     def priced(self) -> Controller:
         """What sets the price: the given controller, or the constant coefficient."""
         return self.controller or Fixed(float(self.kl_penalty_coef))
+
+    @property
+    def std(self) -> bool:
+        """Whether advantages are divided by their group's standard deviation; ART has two names for it."""
+        return self.scale_rewards and self.normalize_advantages
+
+    @property
+    def clip(self) -> tuple[float, float]:
+        """How far the ratio counts below and above 1."""
+        low, high = LOSSES[self.loss_fn]
+        low = low if self.epsilon is None else float(self.epsilon)
+        high = high if self.epsilon_high is None else float(self.epsilon_high)
+        return low, low if high is None else high
 
     @property
     def spec(self) -> ReferenceSpec:
@@ -141,7 +186,6 @@ class Arguments:
 
     def config(self, place: Place, *, step: int, groups: int, largest: int, temperature: float) -> TrainConfig:
         """The whole configuration of ``step``."""
-        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         return TrainConfig(
             model=place.base_model,
             run=str(place.folder),
@@ -152,7 +196,7 @@ class Arguments:
             keep=place.keep,
             kl=self._kl(),
             rollout=RolloutConfig(prompts=groups, group_size=max(2, largest), temperature=temperature),
-            algorithm=AlgorithmConfig(name="grpo", std=self.scale_rewards, clip=(self.epsilon, high)),
+            algorithm=AlgorithmConfig(name="grpo", std=self.std, clip=self.clip, loss=self.loss_fn),
             optim=OptimConfig(
                 lr=float(self.learning_rate), max_grad_norm=self.max_grad_norm, micro_batch=self.micro_batch
             ),
@@ -179,13 +223,30 @@ class Arguments:
         )
 
 
-def refuse_unknown(names: Any) -> None:
-    """The error for arguments that ``train`` does not have, with the one that was meant."""
-    known = [f.name for f in fields(Arguments)]
-    for name in names:
+def refuse_unknown(names: Mapping[str, Any]) -> None:
+    """The error for arguments that ``train`` does not have; ART's are taken at the values that ask for nothing."""
+    known = sorted(f.name for f in fields(Arguments))
+    for name, value in names.items():
+        if name in ART_DEFAULTS:
+            _refuse_other(name, value, ART_DEFAULTS[name])
+            continue
         if name in RIGHT_NAMES:
             raise ConfigError(f"train() has no argument {name!r}. Write {RIGHT_NAMES[name]}.")
-        raise unknown("train() argument", name, known)
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)  # a slip of the pen, not a resemblance
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"train() has no argument {name!r}.{hint} Choose from: {', '.join(known)}.")
+
+
+def _refuse_other(name: str, value: Any, default: Any) -> None:
+    """Refuse ART's argument ``name`` at a value that asks for something."""
+    if name == "allow_training_without_logprobs" and value is True:
+        return  # klamp always does
+    if (type(value) is not type(default) and not isinstance(value, int | float)) or value != default:
+        known = ", ".join(sorted(f.name for f in fields(Arguments)))
+        raise ConfigError(
+            f"{name}={shown(value)} is an argument of ART's that klamp does not have. Leave it out, or at ART's "
+            f"default, {default!r}. Choose from: {known}."
+        )
 
 
 def _is_controller(controller: object) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from klamp.errors import ConfigError, require_number
 from klamp.local.arguments import Arguments
@@ -15,6 +16,10 @@ from klamp.local.encode import Encoder, Row
 from klamp.objectives import group_advantages
 from klamp.train.batch import Rollout, collate
 from klamp.train.rewards import Scored
+
+ENGINE_GAP = 0.05
+"""Mean |log μ − log π| a token, in nats, up to which an engine in bfloat16 and the trainer usually differ on the same
+weights. Choices that do not say their step are of another policy beyond it."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +31,18 @@ class Batch:
     rows: list[list[list[Row]]]
     """The sequences of each trajectory."""
     temperature: float
+    now: int
+    """Step of the weights about to be trained."""
     stale: bool
-    """Whether some tokens were drawn by other weights than those about to be trained."""
+    """Whether some tokens may have been drawn by other weights than those: ratios correct for it."""
     exceptions: int
 
     @classmethod
     def of(cls, groups: Iterable[Any], encoder: Encoder, arguments: Arguments, *, now: int) -> Batch:
         """``groups`` tokenised and checked; ``now`` is the step of the weights about to be trained."""
         given = list(groups)
+        if any(getattr(g, "pending", None) for g in given):
+            raise ConfigError("a TrajectoryGroup of coroutines has not run. Write: await TrajectoryGroup(coroutines).")
         members = [list(getattr(g, "trajectories", g)) for g in given]
         failed = sum(isinstance(t, BaseException) for g in members for t in g)
         members = [[t for t in g if not isinstance(t, BaseException)] for g in members]
@@ -54,7 +63,7 @@ class Batch:
             )
         temperature = _temperature({t.temperature for t in turns if t.temperature is not None}, arguments.temperature)
         stale = bool(known) and any(turn.step != now for turn in turns)
-        return cls(members, rows, temperature, stale, failed)
+        return cls(members, rows, temperature, now, stale, failed)
 
     @property
     def groups(self) -> int:
@@ -74,22 +83,34 @@ class Batch:
         rows = self.flat[:8]
         return len({tuple(r.ids) for r in rows}) > 1 or any(sum(r.counted) > 1 for r in rows)
 
-    def tensors(self, pad: int, *, std: bool) -> tuple[Rollout, Scored]:
-        """The sequences, and their trajectory's reward and advantage within its group."""
+    def tensors(self, pad: int, arguments: Arguments) -> tuple[Rollout, Scored]:
+        """The sequences, and their trajectory's reward, advantage within its group and weight in the loss."""
         rows = self.flat
         rollout = collate([r.ids for r in rows], [r.counted for r in rows], [r.logp for r in rows], pad=pad)
-        rewards, advantages = [], []
-        for group, encoded in zip(self.trajectories, self.rows, strict=True):
-            own = torch.tensor([float(t.reward) for t in group], dtype=torch.float64)
-            relative = group_advantages(own, len(group), std=std)
-            for n, each in enumerate(encoded):
-                rewards += [own[n]] * len(each)
-                advantages += [relative[n]] * len(each)
-        total, valid = torch.stack(rewards).float(), torch.ones(len(rows), dtype=torch.bool)
-        return rollout, Scored(total, valid, {}, torch.stack(advantages).float())
+        rewards = [torch.tensor([float(t.reward) for t in g], dtype=torch.float64) for g in self.trajectories]
+        art = arguments.advantages != "klamp"
+        # ART: the population's standard deviation, eps 1e-6. klamp, as TRL: n - 1 and 1e-4.
+        scale: dict[str, Any] = {"eps": 1e-6, "correction": 0} if art else {}
+        relative = torch.cat([group_advantages(r, len(r), std=arguments.std, **scale) for r in rewards])
+        if arguments.advantages == "art_scaled":
+            relative = unit_scaled(relative)
+        sizes = torch.tensor([len(each) for group in self.rows for each in group])
+        valid = torch.ones(len(rows), dtype=torch.bool)
+        total, own = (x.repeat_interleave(sizes).float() for x in (torch.cat(rewards), relative))
+        weights = self._weights().repeat_interleave(sizes).float() if art else None
+        return rollout, Scored(total, valid, {}, own, weights)
 
-    def metrics(self) -> dict[str, float]:
-        """What the batch was made of; rewards over trajectories, each once."""
+    def _weights(self) -> Tensor:
+        """By trajectory: ``1 / its tokens``, scaled to a mean of 1 over all tokens, so that each weighs the same."""
+        tokens = torch.tensor([sum(sum(row.counted) for row in each) for group in self.rows for each in group])
+        return tokens.sum() / (len(tokens) * tokens.double())
+
+    def older(self, gap: Tensor) -> int:
+        """Sequences that another policy drew: by the step that their choices name, or by ``gap`` where none does."""
+        return sum(_older(row, self.now, float(g)) for row, g in zip(self.flat, gap, strict=True))
+
+    def metrics(self, gap: Tensor) -> dict[str, float]:
+        """What the batch was made of; rewards over trajectories, each once. ``gap`` is the learner's, by sequence."""
         everyone = [t for group in self.trajectories for t in group]
         rewards = torch.tensor([float(t.reward) for t in everyone], dtype=torch.float64)
         named: dict[str, list[float]] = {}
@@ -104,9 +125,20 @@ class Batch:
             "data/sequences": float(len(self.flat)),
             "data/retokenised": float(sum(r.retokenised for r in self.flat)),
             "data/exceptions": float(self.exceptions),
-            "data/stale": float(self.stale),
+            "data/stale": float(self.older(gap)),
             **{name: sum(values) / len(values) for name, values in named.items()},
         }
+
+
+def unit_scaled(advantages: Tensor) -> Tensor:
+    """``A / mean |A|`` over those that are not 0: what ART's packing makes of a step's advantages."""
+    moved = advantages[advantages != 0].abs()
+    return advantages / moved.mean() if len(moved) else advantages
+
+
+def _older(row: Row, now: int, gap: float) -> bool:
+    steps = {turn.step for turn in row.turns if turn.step is not None}
+    return bool(steps - {now}) if steps else gap > ENGINE_GAP
 
 
 def _rows(trajectory: Any, encoder: Encoder) -> list[Row]:

@@ -6,10 +6,11 @@ dictionary. :func:`read` turns the turns of a trajectory into :class:`Turn`, whi
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import math
 import re
-from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -60,6 +61,28 @@ class Trajectory:
     logs: list[str] = field(default_factory=list)
     tools: list[Any] | None = None
     """Passed to the chat template."""
+    additional_histories: list[Any] = field(default_factory=list)
+    """Side conversations with ``messages_and_choices`` and ``tools`` of their own, trained on with the same reward."""
+    start_time: float = field(default_factory=time.monotonic, repr=False, compare=False)
+
+    def log(self, message: str) -> None:
+        """Keep a line with the trajectory."""
+        self.logs.append(message)
+
+    def finish(self) -> Trajectory:
+        """Note the seconds since the trajectory was made as the metric ``duration``."""
+        self.metrics["duration"] = time.monotonic() - self.start_time
+        return self
+
+    @contextlib.asynccontextmanager
+    async def track_duration(self, name: str) -> AsyncIterator[None]:
+        """Add the seconds that the block takes to the metric ``NAME_duration``."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            key = f"{name}_duration"
+            self.metrics[key] = self.metrics.get(key, 0.0) + time.monotonic() - began
 
     def messages(self) -> list[dict[str, Any]]:
         """All of it as plain messages."""
@@ -67,7 +90,11 @@ class Trajectory:
 
 
 class TrajectoryGroup:
-    """Trajectories that are compared with one another: attempts at the same task. Failed ones may be among them."""
+    """Trajectories that are compared with one another: attempts at the same task. Failed ones may be among them.
+
+    ``await TrajectoryGroup(coroutines)`` runs them at the same time and raises what one of them raises, unless
+    ``gather_trajectory_groups`` allows some to fail. ``TrajectoryGroup.gather`` keeps whatever fails.
+    """
 
     def __init__(
         self,
@@ -77,11 +104,10 @@ class TrajectoryGroup:
         exceptions: Iterable[BaseException] = (),
     ) -> None:
         given = list(trajectories)
-        if any(isinstance(t, Awaitable) for t in given):
-            for t in given:
-                if asyncio.iscoroutine(t):
-                    t.close()
-            raise ConfigError("TrajectoryGroup got coroutines. Write: await TrajectoryGroup.gather(coroutines).")
+        self.pending = given if any(isinstance(t, Awaitable) for t in given) else []
+        """Coroutines among the rest, until the group is awaited."""
+        if self.pending:
+            given = []
         self.trajectories = [t for t in given if not isinstance(t, BaseException)]
         self.exceptions = [*(t for t in given if isinstance(t, BaseException)), *exceptions]
         self.metadata = dict(metadata or {})
@@ -91,11 +117,15 @@ class TrajectoryGroup:
         cls, rollouts: Iterable[Awaitable[Any]], *, metadata: Mapping[str, Any] | None = None
     ) -> TrajectoryGroup:
         """Run the rollouts at the same time; one that raises an Exception is kept as such and not trained on."""
-        done = await asyncio.gather(*rollouts, return_exceptions=True)
-        for result in done:
-            if isinstance(result, BaseException) and not isinstance(result, Exception):
-                raise result
-        return cls(done, metadata=metadata)
+        from klamp.local.gather import allowing
+
+        with allowing(math.inf):
+            return await cls(rollouts, metadata=metadata)
+
+    def __await__(self) -> Generator[Any, None, TrajectoryGroup]:
+        from klamp.local.gather import rolled_out
+
+        return rolled_out(self).__await__()
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.trajectories)

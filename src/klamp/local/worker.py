@@ -51,6 +51,15 @@ class TrainResult:
     reference: dict[str, Any]
     """What KL was measured to: its text and the hash of its weights."""
 
+    @property
+    def summary(self) -> str:
+        """The step in a line."""
+        m = self.metrics
+        return (
+            f"step {self.step}: reward {m['reward/mean']:.4f}, KL {m['kl/ref/exact']:.4f} a token to "
+            f"{self.reference['reference']}, price {m['kl/beta']:.4g}, {m['time/step']:.1f} s"
+        )
+
 
 @dataclass(frozen=True)
 class Request:
@@ -155,8 +164,12 @@ class Worker:
             self._settle(config, arguments)
             before = self.learner.reference.identity() if self._moves() else None
             try:
-                outcome = self._step(step, batch, config)
-                metrics = {**outcome.metrics, **batch.metrics(), "time/step": time.perf_counter() - began}
+                outcome = self._step(step, batch, config, arguments)
+                metrics = {
+                    **outcome.metrics,
+                    **batch.metrics(outcome.sampler_gap),
+                    "time/step": time.perf_counter() - began,
+                }
                 self._write(step, config, outcome, metrics)
             except BaseException:
                 self._back()
@@ -165,8 +178,8 @@ class Worker:
         self.asked = 0
         return TrainResult(step, metrics, str(self.path), outcome.alarms, before or self.anchored)
 
-    def _step(self, step: int, batch: Batch, config: TrainConfig) -> Outcome:
-        rollout, scored = batch.tensors(int(self.tokenizer.pad_token_id), std=config.algorithm.std)
+    def _step(self, step: int, batch: Batch, config: TrainConfig, arguments: Arguments) -> Outcome:
+        rollout, scored = batch.tensors(int(self.tokenizer.pad_token_id), arguments)
         if step == 1 and batch.says_something:
             preflight(self.learner, rollout)
         outcome = self.learner.step(step, rollout, scored, stale=batch.stale)

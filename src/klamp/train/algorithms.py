@@ -64,6 +64,8 @@ class Prepared:
     returns: Tensor | None = None
     kl_mean: Tensor | None = None
     """Global mean of the estimate over counted tokens, for ``in_advantage``."""
+    weights: Tensor | None = None
+    """[N] of a sequence's tokens in the policy loss; None: all alike."""
     source_logp: Tensor | None = None
     """[N, C] log-probs that ``in_advantage`` takes k1 of; None: the policy's as they are met in the update."""
 
@@ -131,7 +133,8 @@ def prepare(
         sums = reduce(torch.stack([total.double(), count.double()]))
         mean = sums[0] / sums[1].clamp(min=1)
     old = look.logp if look is not None and several else None
-    return replace(prepared, old_logp=old, kl_mean=mean, source_logp=source)
+    weights = None if scored.weights is None else scored.weights.to(valid.device)
+    return replace(prepared, old_logp=old, kl_mean=mean, source_logp=source, weights=weights)
 
 
 def _grpo(

@@ -107,6 +107,7 @@ class SecondAdapter:
 
     def __init__(self, policy: Policy, forward: Any, spec: ReferenceSpec, run: Path) -> None:
         self.policy, self.forward, self.spec, self.run = policy, forward, spec, run
+        self.base = AdapterOff(policy, forward, spec)
         self.loaded: Path | None = None
         self.follows = isinstance(spec, Ema | Periodic)
         model: Any = policy.model
@@ -122,8 +123,7 @@ class SecondAdapter:
     @torch.no_grad()
     def states(self, part: Part) -> Anchor:
         if self.loaded is None and not self.follows:
-            with self.policy.without_adapter():
-                return Anchor(self.forward(part).hidden)
+            return self.base.states(part)
         with self.policy.with_adapter(REFERENCE):
             return Anchor(self.forward(part).hidden)
 
@@ -142,6 +142,8 @@ class SecondAdapter:
         return isinstance(self.spec, StepLag) and self._follow_checkpoints(step)
 
     def identity(self) -> dict[str, Any]:
+        if self.loaded is None and not self.follows:
+            return self.base.identity()
         own = {n: p for n, p in self.policy.model.named_parameters() if f".{REFERENCE}." in n}
         return {"reference": str(self.spec), "weights": digest(own)}
 

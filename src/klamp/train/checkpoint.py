@@ -30,7 +30,7 @@ from klamp import models
 from klamp.errors import ConfigError, KlampError, shown, writing
 from klamp.references import CheckpointStep, StepLag, parse
 from klamp.sampling.merged_model import ADAPTER
-from klamp.sharded import put
+from klamp.sharded import digest, put
 from klamp.train.anchors import ReferencePolicyError, saved_steps
 from klamp.train.config import TrainConfig
 from klamp.train.contents import Contents, collect, not_finite, restore_moments
@@ -184,7 +184,8 @@ def _load(saved: Saved, learner: Learner) -> int:
     same = now["reference"] == state["reference"]["reference"]
     if not same:
         learner.steering.new_reference()
-    elif now != state["reference"]:
+    elif now != state["reference"] and state["reference"]["weights"] != digest({}):
+        # The hash of nothing is what earlier versions wrote for a lag before its first step, which is the base.
         raise ReferencePolicyError(
             f"the reference changed since {str(folder)!r} was saved: {state['reference']} then, {now} now. A KL must "
             "be measured against the same reference; restore it, or start a new run."

@@ -247,6 +247,8 @@ class AlgorithmConfig:
     """Optimiser steps a pass."""
     clip: tuple[float, float] = (0.2, 0.2)
     """How far below and above 1 the ratio counts."""
+    loss: Literal["ppo", "cispo"] = "ppo"
+    """ppo: a token beyond the clip has no gradient. cispo: its clipped ratio is a constant weight on ``log π``."""
     gamma: float = 1.0
     """PPO: discount."""
     lam: float = 0.95
@@ -259,6 +261,8 @@ class AlgorithmConfig:
     def __post_init__(self) -> None:
         if self.name not in ("grpo", "ppo"):
             raise unknown("algorithm.name", self.name, ("grpo", "ppo"))
+        if self.loss not in ("ppo", "cispo"):
+            raise unknown("algorithm.loss", self.loss, ("ppo", "cispo"))
         for name in ("epochs", "minibatches"):
             require_number(f"algorithm.{name}", getattr(self, name), at_least=1, way_out="It is a count.")
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from klamp.masked import select
 from klamp.train.batch import Rollout
 from klamp.train.rewards import Scored
 from klamp.train.tally import Tally
@@ -31,6 +32,12 @@ def reward_metrics(rollout: Rollout, scored: Scored, reduce: Callable[[Tensor], 
     metrics["reward/failed"] = sums.total("reward/failed")
     metrics["train/tokens"] = sums.total("length/mean")
     return metrics
+
+
+def sampler_gap(rollout: Rollout, logp: Tensor, counted: Tensor) -> Tensor:
+    """[N] mean of |log μ − log π| over the counted tokens of a sequence whose sampler's log-prob is known."""
+    known = counted & torch.isfinite(rollout.sampler_logp)
+    return select((rollout.sampler_logp - logp).abs(), known).sum(1) / known.sum(1).clamp(min=1)
 
 
 def band(kl: float, target: float | None) -> dict[str, float]:

@@ -32,7 +32,7 @@ from klamp.train.anchors import AdapterOff, Reference, anchor
 from klamp.train.batch import Part, Rollout, parts
 from klamp.train.config import TrainConfig
 from klamp.train.data import mix
-from klamp.train.figures import band, reward_metrics
+from klamp.train.figures import band, reward_metrics, sampler_gap
 from klamp.train.optim import adamw, share_of_rate
 from klamp.train.policy import Anchor, Policy
 from klamp.train.reading import Reading, Sums
@@ -54,6 +54,8 @@ class Outcome:
     alarms: list[Alarm]
     token_kl: Tensor
     """[N, C] exact KL of each token before the update; for samples and maps."""
+    sampler_gap: Tensor
+    """[N] mean |log μ − log π| before the update over the tokens whose sampler's log-prob is known; 0 without any."""
 
 
 class Learner:
@@ -110,7 +112,7 @@ class Learner:
             self.steering.fresh(kl)
             sequences = int(sums.count("sequences"))
             clamped = self._clamp(origin, kl, self._reading(rollout, prepared, anchors, seen, sequences))
-        outcome = self._conclude(step, rollout, scored, sums, kl, clamped, seen.kl, prepared)
+        outcome = self._conclude(step, rollout, scored, sums, kl, clamped, seen, prepared)
         if not moved:  # controllers count on one move a reading, and the first price waits for a batch that counts
             self.steering.state = began
         return outcome
@@ -123,7 +125,7 @@ class Learner:
         sums: Any,
         kl: float,
         clamped: Clamped | None,
-        token_kl: Tensor,
+        seen: Look,
         prepared: Prepared,
     ) -> Outcome:
         priced = self.steering.beta
@@ -148,7 +150,7 @@ class Learner:
         metrics |= {name: sums.mean(name) for name in sums.names() if name.startswith(("loss/", "policy/"))}
         metrics |= {**reward_metrics(rollout, scored, self.reduce), "policy/spread": prepared.spread}
         metrics |= {"train/skipped": float(self.skipped), "train/lr": self._lr(step), "train/grad_norm": self.grad_norm}
-        return Outcome(metrics, alarms, token_kl)
+        return Outcome(metrics, alarms, seen.kl, sampler_gap(rollout, seen.logp, prepared.counted))
 
     def _first_price(self, spread: float, mask: Tensor) -> None:
         """Feed-forward from the first batch; every process has the same numbers."""
@@ -199,7 +201,10 @@ class Learner:
             stats = self.policy.stats(piece, states.hidden, reference)
         old = stats.logp.detach() if prepared.old_logp is None else piece.of(prepared.old_logp)
         advantages, unclipped, price = self._priced(piece, prepared, stats, old)
-        pg = policy_loss(stats.logp, old, advantages, clip=self.config.algorithm.clip, unclipped=unclipped)
+        cispo = self.config.algorithm.loss == "cispo"
+        pg = policy_loss(stats.logp, old, advantages, clip=self.config.algorithm.clip, unclipped=unclipped, cispo=cispo)
+        if prepared.weights is not None:
+            pg = pg * prepared.weights[piece.rows][:, None]
         policy_term = select(pg, counted).sum()
         loss = policy_term + price
         if tally is not None:

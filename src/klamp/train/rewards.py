@@ -45,6 +45,8 @@ class Scored:
     """[N] each function's own, unweighted."""
     advantages: Tensor | None = None
     """[N] given from outside, for groups of unequal size; None: GRPO's, from ``total`` and the group size."""
+    weights: Tensor | None = None
+    """[N] weight of each token of a sequence in the loss, with a mean of 1 over counted tokens; None: 1."""
 
 
 def vader(prompts: list[Prompt], completions: list[str], **_: Any) -> list[float]:
