@@ -10,75 +10,95 @@ True
 """
 
 import importlib
+import importlib.util
+from typing import TYPE_CHECKING
 
-from klamp.audit import Finding, audit_function, audit_matrix
-from klamp.clamp import (
-    Clamped,
-    Gauge,
-    lora_scaler,
-    scale_for,
-    snapshot,
-    weights_scaler,
-)
-from klamp.clamp import clamp as clamp_kl
-from klamp.compat import kl_controller
-from klamp.controllers import (
-    Controller,
-    Doubling,
-    Exponential,
-    Fixed,
-    Hold,
-    HoldState,
-    Scheduled,
-    State,
-    Stateful,
-    Ziegler,
-)
-from klamp.errors import ConfigError, KlampError
-from klamp.estimators import (
-    absolute,
-    chi2_minus_kl,
-    estimator,
-    exact,
-    exact_forward,
-    fitted,
-    k1,
-    k2,
-    k3,
-    k3_clamped,
-    mean,
-    r_log_r,
-    straight_through,
-    sum_count,
-    top_k_exact,
-    weighted,
-)
-from klamp.monitor import Alarm, Limits, Monitor
-from klamp.placements import Pair, SequenceKL, check, in_advantage, in_loss, in_reward, sequence_exact
+if TYPE_CHECKING:
+    from klamp.audit import Finding, audit_function, audit_matrix
+    from klamp.clamp import (
+        Clamped,
+        Gauge,
+        lora_scaler,
+        scale_for,
+        snapshot,
+        weights_scaler,
+    )
+    from klamp.clamp import clamp as clamp_kl
+    from klamp.compat import kl_controller
+    from klamp.controllers import (
+        Controller,
+        Doubling,
+        Exponential,
+        Fixed,
+        Hold,
+        HoldState,
+        Scheduled,
+        State,
+        Stateful,
+        Ziegler,
+    )
+    from klamp.errors import ConfigError, KlampError
+    from klamp.estimators import (
+        absolute,
+        chi2_minus_kl,
+        estimator,
+        exact,
+        exact_forward,
+        fitted,
+        k1,
+        k2,
+        k3,
+        k3_clamped,
+        mean,
+        r_log_r,
+        straight_through,
+        sum_count,
+        top_k_exact,
+        weighted,
+    )
+    from klamp.monitor import Alarm, Limits, Monitor
+    from klamp.placements import Pair, SequenceKL, check, in_advantage, in_loss, in_reward, sequence_exact
 
 __version__ = "0.1.0"
 
-# These need transformers and its kin, so they are imported when first asked for.
-LAZY = {
-    "LocalBackend": "klamp.local_backend",
-    "Measurement": "klamp.measure",
-    "TrainConfig": "klamp.train.config",
-    "Trajectory": "klamp.local_backend",
-    "TrajectoryGroup": "klamp.local_backend",
-    "TrainableModel": "klamp.local_backend",
-    "measure_kl": "klamp.measure",
-    "train_policy": "klamp.train.loop",
+HOMES = {
+    "audit": ("Finding", "audit_function", "audit_matrix"),
+    "clamp": ("Clamped", "Gauge", "lora_scaler", "scale_for", "snapshot", "weights_scaler"),
+    "compat": ("kl_controller",),
+    "controllers": (
+        *("Controller", "Doubling", "Exponential", "Fixed", "Hold"),
+        *("HoldState", "Scheduled", "State", "Stateful", "Ziegler"),
+    ),
+    "errors": ("ConfigError", "KlampError"),
+    "estimators": (
+        *("absolute", "chi2_minus_kl", "estimator", "exact", "exact_forward", "fitted", "k1", "k2", "k3", "k3_clamped"),
+        *("mean", "r_log_r", "straight_through", "sum_count", "top_k_exact", "weighted"),
+    ),
+    "monitor": ("Alarm", "Limits", "Monitor"),
+    "placements": ("Pair", "SequenceKL", "check", "in_advantage", "in_loss", "in_reward", "sequence_exact"),
+    # These need transformers and its kin.
+    "local_backend": ("LocalBackend", "Trajectory", "TrajectoryGroup", "TrainableModel"),
+    "measure": ("Measurement", "measure_kl"),
+    "train.config": ("TrainConfig",),
+    "train.loop": ("train_policy",),
 }
+"""Where each name is from. Each is imported when first asked for, so that a command can set up its process before torch
+is loaded."""
 
 
 def __getattr__(name: str) -> object:
-    if name in LAZY:
-        return getattr(importlib.import_module(LAZY[name]), name)
+    if name == "clamp_kl":
+        return importlib.import_module("klamp.clamp").clamp
+    for module, names in HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"klamp.{module}"), name)
+    if not name.startswith("_") and importlib.util.find_spec(f"klamp.{name}") is not None:
+        return importlib.import_module(f"klamp.{name}")
     raise AttributeError(f"module 'klamp' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *LAZY})
+    return sorted({*globals(), *__all__, *(name for names in HOMES.values() for name in names)})
 
 
 __all__ = [

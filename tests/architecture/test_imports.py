@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import subprocess
 import sys
@@ -123,6 +124,17 @@ def test_import_klamp_is_light_and_leaves_torch_as_it_was() -> None:
     assert "klamp" in loaded
     assert loaded.isdisjoint(HEAVY)
     assert {m for m in loaded if m not in sys.stdlib_module_names} <= {"klamp", "torch"}
+
+
+def test_every_lazy_name_is_found_where_it_is_said_to_be() -> None:
+    for module, names in klamp.HOMES.items():
+        home = importlib.import_module(f"klamp.{module}")
+        for name in names:
+            assert getattr(klamp, name) is getattr(home, name)
+    offered = {name for module, names in klamp.HOMES.items() for name in names}
+    assert set(klamp.__all__) - {"clamp_kl"} <= offered
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        klamp.nonsense  # noqa: B018
 
 
 PROMISED = [

@@ -50,6 +50,21 @@ def test_version() -> None:
     assert (done.returncode, done.stdout) == (0, f"klamp {klamp.__version__}\n")
 
 
+def test_the_usage_needs_no_torch() -> None:
+    code = "import sys, klamp.cli; klamp.cli.main(['--help']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "False", done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="GNU OpenMP's way of showing what it read")
+@pytest.mark.parametrize(("given", "read"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_wait_quietly_unless_the_user_says_otherwise(given: str | None, read: str) -> None:
+    env = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "TOKENIZERS_PARALLELISM")}
+    env |= {"OMP_DISPLAY_ENV": "TRUE", "OMP_NUM_THREADS": "1", **({} if given is None else {"OMP_WAIT_POLICY": given})}
+    done = subprocess.run([sys.executable, "-m", "klamp", "audit", "x"], capture_output=True, text=True, env=env)
+    assert f"OMP_WAIT_POLICY = '{read}'" in done.stderr
+
+
 def test_audit_json_is_the_whole_matrix(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", "--json", "--worlds", "2"]) == 0
     rows = json.loads(capsys.readouterr().out)

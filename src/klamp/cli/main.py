@@ -26,6 +26,11 @@ COMMANDS = {
 """Each command with its module, which is imported when the command is called, and its line in the usage."""
 
 
+ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+"""What torch and tokenizers read when they are loaded; what the user set stays. Threads that spin while they wait take
+the cores from other processes: two runs side by side on two cores crawl."""
+
+
 def _call(name: str, args: list[str]) -> None:
     """The command ``name``: ``train`` parses its own arguments, the others' flags come from their signatures."""
     from klamp.cli.parsing import typed
@@ -51,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_usage())
         return 0
     _printable(sys.stdout)
+    for variable, value in ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
     try:
         if args[0] not in COMMANDS:
             raise unknown("command", args[0], COMMANDS)
