@@ -146,9 +146,9 @@ def tutorial_penalty(logp: Tensor, ref_logp: Tensor, beta: float) -> Tensor:
 
 def tutorial_warning(kls: list[float], target: float) -> tuple[float, str]:
     """The loop's mean over the last 100 batches and its verdict on it, passed once at the end."""
-    once = klamp.Limits(warmup=0, fewest=min(len(kls), 100))
-    monitor = klamp.Monitor(target, per="token", window=100, limits=once)
-    alarms = [alarm.kind for step, kl in enumerate(kls) for alarm in monitor.record(step, kl=kl)]
+    last = kls[-100:]
+    monitor = klamp.Monitor(target, per="token", window=100, limits=klamp.Limits(warmup=0, fewest=len(last)))
+    alarms = [alarm.kind for step, kl in enumerate(last) for alarm in monitor.record(step, kl=kl)]
     verdict = "high" if "drifting" in alarms else "low" if "not_learning" in alarms else "none"
     return float(monitor.mean() or 0.0), verdict
 
