@@ -1,4 +1,4 @@
-"""One record a step, and alarms that say what to do: a run that goes wrong should say so before it is over.
+"""One record a step, and alarms that say what to change: a run that goes wrong should say so before it is over.
 
 A :class:`Monitor` keeps the last ``window`` steps. It works with no target and with beta 0: measuring is free of
 pricing. An alarm is raised once when its figure crosses the line and again only after the figure has come well back.
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, median
+from types import MappingProxyType
 from typing import Any
 
 from klamp.controllers.base import Bounds, check_bounds
@@ -21,6 +22,21 @@ from klamp.errors import ConfigError, require_number
 from klamp.masked import Unit, check_unit
 
 logger = logging.getLogger(__name__)
+
+ADVICE = {
+    "non_finite": "Look for overflowing log-probs or an empty batch, and skip the update.",
+    "drifting": "Lower the learning rate or clamp; a constant beta is too low.",
+    "not_learning": "Raise the learning rate, or look at the rewards; a constant beta is too high.",
+    "spike": "Look at this step's samples and rewards; if it repeats, lower the learning rate or clip gradients.",
+    "beta_at_bound": "Widen the bounds, or change the target or the learning rate.",
+    "estimators_disagree": (
+        "Trust the exact one; check that both use the sampling temperature, the same mask and the same samples."
+    ),
+    "sampler_gap": "Check dtype, temperature, top-p and how fresh the sampler's weights are.",
+    "clamp_works_hard": "Lower the learning rate: the price should carry the load.",
+    "no_signal": "Use a reward that tells completions of one prompt apart, other prompts, or larger groups.",
+}
+"""What to do about each kind of alarm in a loop of one's own; ``Monitor(advice=...)`` has other words for it."""
 
 CLEAR = 0.8
 """A raised alarm is armed again once its figure is back inside this share of the line it crossed."""
@@ -42,6 +58,8 @@ class Limits:
     """Relative distance between the window's means of two estimators of the same KL."""
     sampler_gap: float = 0.01
     """|mean KL(μ‖π)| of the window, in nats per token: trainer and sampler compute different models."""
+    no_signal: float = 0.5
+    """Share of groups, over the window, in which every completion has the same reward: most of them."""
     effort: float = 0.2
     """Mean effort of the clamp over the window: it scales away 20 % of the displacement every step."""
     fewest: int = 5
@@ -75,6 +93,7 @@ class Monitor:
         limits: Limits | None = None,
         callback: Callable[[Alarm], None] | None = None,
         path: str | Path | None = None,
+        advice: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         if target is not None:
             check_unit("Monitor.per", per)
@@ -83,6 +102,7 @@ class Monitor:
         check_bounds("Monitor", bounds)
         self.target, self.per, self.bounds = target, per, bounds
         self.limits = limits or Limits()
+        self.advice = {**ADVICE, **advice}
         self.callback = callback
         self.path = Path(path) if path is not None else None
         self.window: deque[dict[str, float]] = deque(maxlen=int(window))
@@ -98,14 +118,16 @@ class Monitor:
         estimates: Mapping[str, float] | None = None,
         sampler_kl: float | None = None,
         effort: float | None = None,
+        no_signal: float | None = None,
         **extra: float,
     ) -> list[Alarm]:
         """Take in one step and return the alarms it raised.
 
         ``estimates`` are other estimates of the same KL in the same unit; ``sampler_kl`` is KL(μ‖π) per token;
-        ``effort`` is the clamp's; ``extra`` is written along.
+        ``effort`` is the clamp's; ``no_signal`` is the share of groups in which every completion has the same reward;
+        ``extra`` is written along.
         """
-        given = {"kl": kl, "beta": beta, "sampler_kl": sampler_kl, "effort": effort}
+        given = {"kl": kl, "beta": beta, "sampler_kl": sampler_kl, "effort": effort, "no_signal": no_signal}
         row = {k: float(v) for k, v in given.items() if v is not None}
         row |= {f"kl/{k}": float(v) for k, v in (estimates or {}).items()}
         bad = {k: v for k, v in row.items() if not math.isfinite(v)}
@@ -163,21 +185,22 @@ class Monitor:
         yield self._bound(step, row.get("beta"))
         if enough:
             yield from self._disagreement(step)
-            yield self._sampler(step, [r["sampler_kl"] for r in self.window if "sampler_kl" in r])
-            yield self._effort(step, [r["effort"] for r in self.window if "effort" in r])
+            yield self._sampler(step, self._column("sampler_kl"))
+            yield self._effort(step, self._column("effort"))
+            yield self._no_signal(step, self._column("no_signal"))
+
+    def _column(self, key: str) -> list[float]:
+        return [row[key] for row in self.window if key in row]
 
     def _non_finite(self, step: int, bad: dict[str, float]) -> Alarm | None:
-        message = (
-            f"{', '.join(f'{k} is {v}' for k, v in bad.items())}. The step is left out of the window; look for "
-            "overflowing log-probs or an empty batch, and skip the update."
-        )
+        message = f"{', '.join(f'{k} is {v}' for k, v in bad.items())}. The step is left out of the window."
         return self._alarm("non_finite", step, bool(bad), not bad, message, bad)
 
     def _drifting(self, step: int, mean: float, target: float) -> Alarm | None:
         line = self.limits.drifting * target
         message = (
             f"KL is {mean:.4g} nats per {self.per} over the last {len(self.window)} steps, "
-            f"{mean / target:.1f} times its target {target:g}. Raise beta, lower the learning rate, or clamp."
+            f"{mean / target:.1f} times its target {target:g}."
         )
         figures = {"kl": mean, "target": target}
         return self._alarm("drifting", step, mean > line, mean < CLEAR * line, message, figures)
@@ -188,7 +211,7 @@ class Monitor:
         low = max(mean, latest) < line and self.steps > self.limits.warmup
         message = (
             f"KL is {mean:.4g} nats per {self.per}, under {self.limits.not_learning:g} of its target {target:g} after "
-            f"{self.steps} steps: the policy hardly moves. Lower beta, raise the learning rate, or check the rewards."
+            f"{self.steps} steps: the policy hardly moves."
         )
         figures = {"kl": mean, "target": target}
         return self._alarm("not_learning", step, low, mean > line / CLEAR, message, figures)
@@ -196,10 +219,7 @@ class Monitor:
     def _spike(self, step: int, kl: float, usual: float) -> Alarm | None:
         # While KL ramps up from 0 every step is many medians high; below where learning starts that is no news.
         line = max(self.limits.spike * usual, self.limits.not_learning * (self.target or 0.0))
-        message = (
-            f"KL jumped to {kl:.4g}, {kl / usual if usual > 0 else math.inf:.1f} times its median {usual:.4g}. Look at "
-            "this step's samples and rewards; if it repeats, lower the learning rate or clip gradients."
-        )
+        message = f"KL jumped to {kl:.4g}, {kl / usual if usual > 0 else math.inf:.1f} times its median {usual:.4g}."
         return self._alarm(
             "spike", step, usual > 0 and kl > line, kl < CLEAR * line, message, {"kl": kl, "median": usual}
         )
@@ -210,10 +230,7 @@ class Monitor:
         low, high = self.bounds
         at = beta <= low or beta >= high
         inside = low < CLEAR * beta and beta < CLEAR * high
-        message = (
-            f"beta is at its bound {beta:.4g} of [{low:g}, {high:g}] and can steer no further that way. Widen the "
-            "bounds, or change the target or the learning rate."
-        )
+        message = f"beta is at its bound {beta:.4g} of [{low:g}, {high:g}] and can steer no further that way."
         return self._alarm("beta_at_bound", step, at, inside, message, {"beta": beta, "low": low, "high": high})
 
     def _disagreement(self, step: int) -> Iterator[Alarm | None]:
@@ -223,10 +240,7 @@ class Monitor:
             # Relative to a tenth of the target at least: at the reference both are noise around 0.
             size = max(abs(own), abs(other), 0.1 * (self.target or 0.0))
             gap = abs(other - own) / size if size > 0 else 0.0
-            message = (
-                f"two estimates of the same KL disagree over the window: {own:.4g} and {other:.4g} by {key[3:]}. "
-                "Trust the exact one; check that both use the sampling temperature, the same mask and the same samples."
-            )
+            message = f"two estimates of the same KL disagree over the window: {own:.4g} and {other:.4g} by {key[3:]}."
             line = self.limits.disagreement
             kind, figures = f"estimators_disagree:{key[3:]}", {"kl": own, key: other}
             yield self._alarm(kind, step, gap > line, gap < CLEAR * line, message, figures)
@@ -237,7 +251,7 @@ class Monitor:
         gap, line = abs(fmean(gaps)), self.limits.sampler_gap  # the noise of single steps cancels in the mean
         message = (
             f"sampler and trainer differ by {gap:.4g} nats per token: the tokens are not drawn from the policy that is "
-            "trained. Check dtype, temperature, top-p and how fresh the sampler's weights are."
+            "trained."
         )
         return self._alarm("sampler_gap", step, gap > line, gap < CLEAR * line, message, {"sampler_kl": gap})
 
@@ -245,11 +259,18 @@ class Monitor:
         if not efforts:
             return None
         effort, line = fmean(efforts), self.limits.effort
-        message = (
-            f"the clamp undoes {1 - math.exp(-effort):.0%} of the displacement every step, good and bad alike. "
-            "Raise beta or lower the learning rate: the price should carry the load."
-        )
+        message = f"the clamp undoes {1 - math.exp(-effort):.0%} of the displacement every step."
         return self._alarm("clamp_works_hard", step, effort > line, effort < CLEAR * line, message, {"effort": effort})
+
+    def _no_signal(self, step: int, shares: list[float]) -> Alarm | None:
+        if not shares:
+            return None
+        share, line = fmean(shares), self.limits.no_signal
+        message = (
+            f"in {share:.0%} of the groups of the last {len(shares)} steps every completion has the same reward: they "
+            "do not say which completion is better."
+        )
+        return self._alarm("no_signal", step, share > line, share < CLEAR * line, message, {"no_signal": share})
 
     def _alarm(
         self, kind: str, step: int, crossed: bool, clear: bool, message: str, figures: dict[str, float]
@@ -262,7 +283,7 @@ class Monitor:
         if not crossed:
             return None
         self.raised.add(kind)
-        return Alarm(kind, step, message, figures)
+        return Alarm(kind, step, f"{message} {self.advice[kind.partition(':')[0]]}", figures)
 
     def _write(self, row: dict[str, float], alarms: list[Alarm]) -> None:
         if self.path is None:

@@ -52,7 +52,7 @@ def test_drifting_names_the_figures_and_what_to_do() -> None:
     assert alarm.kind == "drifting"
     assert alarm.step == 4, "five steps are enough to believe a mean"
     assert alarm.figures == {"kl": pytest.approx(0.3), "target": 0.1}
-    for part in ("0.3", "per token", "last 5 steps", "3.0 times", "0.1", "Raise beta"):
+    for part in ("0.3", "per token", "last 5 steps", "3.0 times", "0.1", "Lower the learning rate or clamp"):
         assert part in alarm.message
 
 

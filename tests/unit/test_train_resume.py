@@ -139,20 +139,21 @@ def test_resume_names_a_run(tmp_path: Path, run: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.slow
-def test_ctrl_c_says_what_was_saved_and_the_command_that_goes_on(config: Any, tmp_path: Path) -> None:
+def test_ctrl_c_says_what_was_saved_and_how_to_go_on_and_an_alarm_is_printed_once(config: Any, tmp_path: Path) -> None:
     file = tmp_path / "made.yaml"
-    file.write_text(to_yaml(config(steps=2000, reward=LENGTH, save_every=500)))
+    file.write_text(to_yaml(config(steps=2000, reward=RewardConfig(functions=("regex:never",)), save_every=500)))
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "klamp", "train", "--config", str(file)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
     metrics = tmp_path / "run" / "metrics.jsonl"
     until = time.monotonic() + 120
-    while not (metrics.is_file() and metrics.read_text().count("\n") >= 2) and time.monotonic() < until:
+    while not (metrics.is_file() and metrics.read_text().count("\n") >= 7) and time.monotonic() < until:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert "stopping after this step" in said
+    assert said.count("every completion has the same reward") == 1  # by the display, and not by logging once more
     last = len(metrics.read_text().splitlines())
     saved = tmp_path / "run" / "checkpoints" / f"step-{last:06d}"
     assert saved.is_dir()

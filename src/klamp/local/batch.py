@@ -117,7 +117,10 @@ class Batch:
         for trajectory in everyone:
             for name, value in dict(getattr(trajectory, "metrics", None) or {}).items():
                 named.setdefault(f"trajectory/{name}", []).append(float(value))
+        several = [{float(t.reward) for t in group} for group in self.trajectories if len(group) > 1]
+        same = {"reward/no_signal": sum(len(r) == 1 for r in several) / len(several)} if several else {}
         return {
+            **same,
             "reward/mean": float(rewards.mean()),
             "reward/std": float(rewards.std(correction=0)),
             "data/groups": float(self.groups),

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from klamp.monitor import Alarm
+from klamp.train.figures import BAND
+
+RECENT = 5
+"""Steps whose mean a KL below its band must exceed to be on its way there: one step alone is noise."""
 
 
 class Display:
@@ -21,6 +28,10 @@ class Display:
         self.task: Any = None
         self.begun = time.monotonic()
         self.first: int | None = None
+        self.recent: deque[float] = deque(maxlen=RECENT)
+        self.alarms: Counter[str] = Counter()
+        if not quiet:  # alarms are shown here; without a handler of its own logging would show them once more
+            logging.getLogger("klamp").addHandler(logging.NullHandler())
 
     @contextlib.contextmanager
     def live(self, done: int) -> Iterator[None]:
@@ -48,14 +59,23 @@ class Display:
         """A finished step."""
         if self.quiet:
             return
-        text = summary(metrics)
+        text = summary(metrics, self.recent)
+        self.recent.append(metrics["kl/steered"])
         if self.progress is not None:
             self.progress.update(self.task, completed=step, description=text)
         else:
             left = self._left(step)
             print(f"step {step}/{self.steps}  {text}  {left}", file=sys.stderr, flush=True)
         for alarm in alarms:
-            self.say(f"alarm {alarm.kind} at step {alarm.step}: {alarm.message}")
+            self.alarms[alarm.kind] += 1
+            if self.alarms[alarm.kind] == 1:
+                self.say(f"alarm {alarm.kind} at step {alarm.step}: {alarm.message}")
+
+    def repeated(self, file: object) -> None:
+        """Say at the end which alarms came more than once, and where all of them are."""
+        often = [f"{kind} {count} times" for kind, count in self.alarms.items() if count > 1]
+        if often:
+            self.say(f"alarms that came again: {', '.join(often)}. All are in {file}")
 
     def _left(self, step: int) -> str:
         done = step - (self.first or 0)
@@ -63,10 +83,21 @@ class Display:
         return f"{seconds:.0f} s left" if seconds < 120 else f"{seconds / 60:.0f} min left"
 
 
-def summary(metrics: dict[str, float]) -> str:
-    """Reward, KL against its target, beta and speed in one line."""
-    target = metrics.get("kl/target")
-    band = "" if target is None else f" of {target:g} {'in band' if metrics.get('kl/in_band') else 'outside'}"
+def summary(metrics: dict[str, float], recent: Sequence[float] = ()) -> str:
+    """Reward, KL against its target, beta and speed in one line; ``recent`` are the KLs of the steps before."""
+    kl, beta, target = metrics["kl/steered"], metrics["kl/beta"], metrics.get("kl/target")
+    band = "" if target is None else f" of {target:g} {place(kl, target, recent)}"
     rate = f"  {metrics['time/tokens_per_second']:.0f} tok/s" if "time/tokens_per_second" in metrics else ""
-    kl, beta = metrics["kl/steered"], metrics["kl/beta"]
     return f"reward {metrics['reward/mean']:.3f}  KL {kl:.4f}{band}  beta {beta:.3g}{rate}"
+
+
+def place(kl: float, target: float, recent: Sequence[float]) -> str:
+    """Where KL is: in band (within a fifth of the target), above it, approaching it from below, or just below."""
+    if not math.isfinite(kl):
+        return "not measured"
+    if abs(kl / target - 1) <= BAND:
+        return "in band"
+    if kl > target:
+        return "above"
+    known = [k for k in recent if math.isfinite(k)]
+    return "approaching" if known and kl > sum(known) / len(known) else "below"

@@ -1,4 +1,4 @@
-"""The metrics of a step that follow from its rewards and lengths alone."""
+"""The metrics of a step that follow from its rewards, its lengths and the clamp."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from klamp.clamp import Clamped
 from klamp.masked import select
 from klamp.train.batch import Rollout
 from klamp.train.rewards import Scored
+from klamp.train.steering import Steering
 from klamp.train.tally import Tally
+
+BAND = 0.2
+"""How far from its target, relative to it, KL is still in its band."""
 
 
 def reward_metrics(rollout: Rollout, scored: Scored, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
@@ -23,6 +28,9 @@ def reward_metrics(rollout: Rollout, scored: Scored, reduce: Callable[[Tensor], 
     for name, part in scored.parts.items():
         tally.add(f"reward/{name}", part[valid].double().sum(), valid.sum())
     tally.add("reward/failed", (~valid).sum().double(), torch.ones(()))
+    if rollout.group_size > 1:
+        same = without_signal(scored.total, valid, rollout.group_size)
+        tally.add("reward/no_signal", same.sum().double(), torch.tensor(len(same)))
     tally.add("length/mean", rollout.mask.sum().double(), torch.tensor(len(rollout)))
     if rollout.ended is not None:
         tally.add("length/ended", rollout.ended.sum().double(), torch.tensor(len(rollout)))
@@ -32,6 +40,14 @@ def reward_metrics(rollout: Rollout, scored: Scored, reduce: Callable[[Tensor], 
     metrics["reward/failed"] = sums.total("reward/failed")
     metrics["train/tokens"] = sums.total("length/mean")
     return metrics
+
+
+def without_signal(rewards: Tensor, valid: Tensor, group_size: int) -> Tensor:
+    """[groups with a valid reward] whether every valid completion of the group has the same one."""
+    rewards, valid = rewards.view(-1, group_size), valid.view(-1, group_size)
+    highest = torch.where(valid, rewards, -math.inf).amax(1)
+    lowest = torch.where(valid, rewards, math.inf).amin(1)
+    return (highest == lowest)[valid.any(1)]
 
 
 def sampler_gap(rollout: Rollout, logp: Tensor, counted: Tensor) -> Tensor:
@@ -44,4 +60,16 @@ def band(kl: float, target: float | None) -> dict[str, float]:
     """The target, and whether KL is within a fifth of it; nothing without one."""
     if target is None:
         return {}
-    return {"kl/target": target, "kl/in_band": float(abs(kl / target - 1) <= 0.2)}
+    return {"kl/target": target, "kl/in_band": float(abs(kl / target - 1) <= BAND)}
+
+
+def clamp_metrics(steering: Steering, clamped: Clamped) -> dict[str, float]:
+    """``kl/clamp/*`` of a step that the clamp looked at."""
+    return {
+        "kl/clamp/before": clamped.kl_before,
+        "kl/clamp/after": clamped.kl_after,
+        "kl/clamp/effort": clamped.effort,
+        "kl/clamp/limit": steering.limit or 0.0,
+        "kl/clamp/level": steering.gauge_state.level,
+        "kl/clamp/share": steering.share,
+    }

@@ -32,7 +32,7 @@ from klamp.train.anchors import AdapterOff, Reference, anchor
 from klamp.train.batch import Part, Rollout, parts
 from klamp.train.config import TrainConfig
 from klamp.train.data import mix
-from klamp.train.figures import band, reward_metrics, sampler_gap
+from klamp.train.figures import band, clamp_metrics, reward_metrics, sampler_gap
 from klamp.train.optim import adamw, share_of_rate
 from klamp.train.policy import Anchor, Policy
 from klamp.train.reading import Reading, Sums
@@ -131,24 +131,23 @@ class Learner:
         priced = self.steering.beta
         per_token = {name: sums.mean(name) for name in ("kl/ref/exact", "kl/ref/k1", "kl/ref/k3", "kl/sampler/k1")}
         comparable = {"k3": per_token["kl/ref/k3"]} if self.config.kl.per == "token" else {}
+        rewards = reward_metrics(rollout, scored, self.reduce)
         alarms = self.steering.observe(
-            step, kl, int(sums.count("sequences")), clamped, estimates=comparable, sampler_kl=per_token["kl/sampler/k1"]
+            step,
+            kl,
+            int(sums.count("sequences")),
+            clamped,
+            estimates=comparable,
+            sampler_kl=per_token["kl/sampler/k1"],
+            no_signal=rewards.get("reward/no_signal") if self.config.algorithm.name == "grpo" else None,
         )
         self.settle()
         if self.reference.after_step(step):
             self.steering.new_reference()  # the next batch's KL will be to another reference
         metrics = {**per_token, "kl/steered": kl, "kl/beta": priced, **band(kl, self.config.kl.target)}
-        if clamped is not None:
-            metrics |= {
-                "kl/clamp/before": clamped.kl_before,
-                "kl/clamp/after": clamped.kl_after,
-                "kl/clamp/effort": clamped.effort,
-                "kl/clamp/limit": self.steering.limit or 0.0,
-                "kl/clamp/level": self.steering.gauge_state.level,
-                "kl/clamp/share": self.steering.share,
-            }
+        metrics |= {} if clamped is None else clamp_metrics(self.steering, clamped)
         metrics |= {name: sums.mean(name) for name in sums.names() if name.startswith(("loss/", "policy/"))}
-        metrics |= {**reward_metrics(rollout, scored, self.reduce), "policy/spread": prepared.spread}
+        metrics |= {**rewards, "policy/spread": prepared.spread}
         metrics |= {"train/skipped": float(self.skipped), "train/lr": self._lr(step), "train/grad_norm": self.grad_norm}
         return Outcome(metrics, alarms, seen.kl, sampler_gap(rollout, seen.logp, prepared.counted))
 

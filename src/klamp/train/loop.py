@@ -106,6 +106,7 @@ class Trainer:
                 self.stop.agree(self.accelerator)
                 self._save_if_due(step)
                 self.stop.leave_if_agreed()
+        self.display.repeated(self.folder.alarms)
         self.accelerator.end_training()
         return metrics
 

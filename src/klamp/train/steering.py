@@ -13,6 +13,7 @@ from klamp.controllers import Controller, Hold, HoldState, State
 from klamp.errors import require_number
 from klamp.monitor import Alarm, Monitor
 from klamp.plain import from_plain
+from klamp.train.advice import advice
 from klamp.train.config import KLConfig
 from klamp.train.reading import Reading
 
@@ -41,7 +42,8 @@ class Steering:
         """The largest change of sqrt(KL) on own tokens that one of the last updates made; None before the first."""
         self.share = 1.0
         """Share of its sequences on which the last step was measured."""
-        self.monitor = Monitor(config.target, config.per, bounds=getattr(self.controller, "bounds", None))
+        bounds = getattr(self.controller, "bounds", None)
+        self.monitor = Monitor(config.target, config.per, bounds=bounds, advice=advice(config))
 
     def start(self, spread: float, length: float) -> None:
         """Set the first price from the first batch, unless one is set: Hold's feed-forward, or the configured beta."""
@@ -129,6 +131,7 @@ class Steering:
         *,
         estimates: Mapping[str, float],
         sampler_kl: float | None,
+        no_signal: float | None = None,
     ) -> list[Alarm]:
         """The next price, and the alarms of the step. ``kl`` is the step's fresh KL in the unit of the target."""
         assert self.state is not None, "start() comes first"
@@ -145,6 +148,7 @@ class Steering:
             estimates=estimates,
             sampler_kl=sampler_kl,
             effort=None if clamped is None else clamped.effort,
+            no_signal=no_signal,
         )
 
     def state_dict(self) -> dict[str, Any]:
