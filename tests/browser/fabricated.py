@@ -77,6 +77,19 @@ def comparison(
     return config
 
 
+def run(folder: Path, kls: list[float], target: float = 0.05) -> Path:
+    """A run as `klamp train` leaves it on disk, with KL as given."""
+    folder.mkdir(parents=True)
+    settings = f"model: tiny\nseed: 0\nsteps: {len(kls)}\nrollout: {{prompts: 4, group_size: 8}}\n"
+    (folder / "config.yaml").write_text(f"{settings}reward: {{functions: [vader]}}\nkl: {{per: token, clamp: true}}\n")
+    values = {"kl/beta": 0.4, "kl/target": target, "reward/mean": 0.3, "policy/entropy": 1.8}
+    _lines(folder / "metrics.jsonl", [{"step": n + 1, "kl/steered": kl, **values} for n, kl in enumerate(kls)])
+    said = {"reward": 0.5, "tokens": [" a", " good", " day"], "kl": [0.0, 0.5, 2.0]}
+    steps = sorted({1, len(kls)})
+    _lines(folder / "samples.jsonl", [{"step": n, "prompt": f"Today {k}", **said} for n in steps for k in range(4)])
+    return folder
+
+
 def _run(folder: Folder, config: CompareConfig, arm: arms.Arm, seed: int, hostile: bool) -> None:
     path = run_folder(folder, arm, seed)
     path.mkdir(parents=True, exist_ok=True)

@@ -44,6 +44,26 @@ def test_a_win_is_told_with_its_numbers_and_its_price() -> None:
     assert "English degraded" in said.arms["static"]
 
 
+@pytest.mark.parametrize(
+    ("arms", "headline"),
+    [
+        ({"static": (1.0, 0.95, 18.0), "hold": (0.05, 0.5, 9.3)}, "hold kept KL in band for 100.0 % of steps, static"),
+        ({"static": (0.05, 0.6, 9.2), "hold": (0.2, 0.5, 9.2)}, "No adaptive arm kept KL closer to its target than"),
+        ({"static": (0.001, 0.6, 9.2), "hold": (0.002, 0.5, 9.2)}, "No run entered the band within 60 steps."),
+        ({"hold": (0.05, 0.5, 9.2)}, "Nearest to the target was hold: in band for 100.0 % of steps."),
+        (
+            {"static": (0.2, 0.6, 9.2), "hold_price": (0.05, 0.5, 9.2)},
+            "hold-price kept KL in band for 100.0 % of steps,",
+        ),
+    ],
+)
+def test_the_headline_has_at_most_fifteen_words(arms: dict[str, tuple[float, float, float]], headline: str) -> None:
+    said = judge(comparison(**arms))
+    assert said.headline.startswith(headline)
+    assert len(said.headline.split()) <= 15
+    assert len(said.sentence.split()) > 15, "the rest stands below it"
+
+
 def test_a_loss_is_told_as_one() -> None:
     said = judge(comparison(static=(0.05, 0.6, 9.2), hold=(0.2, 0.5, 9.2)))
     assert said.sentence.startswith("No adaptive arm kept KL closer")

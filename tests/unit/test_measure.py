@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from klamp import models
 from klamp.errors import ConfigError
 from klamp.measure import Measurement, measure_kl
 from klamp.measure.figures import Ratio, student, total
-from klamp.measure.page import page, show
+from klamp.measure.page import headline, page, show
 from klamp.measure.run import Store
 
 PROMPTS = ["The coffee", "The movie", "My new phone", "The hotel", "This book", "The park"]
@@ -98,6 +100,14 @@ def test_figures_of_a_sampled_measurement(measured: Measurement) -> None:
     shown = measured.maps[0]["tokens"]
     assert sum(t["kl"] for t in shown) > 0
     assert len(shown[0]["policy"]) == len(shown[0]["reference"]) == 4
+
+
+def test_the_headline_has_at_most_fifteen_words_whatever_the_models_are_called(measured: Measurement) -> None:
+    assert headline(measured) == f"The policy is {measured.kl.mean:.3g} nats per token from its reference."
+    named = replace(measured, settings=replace(measured.settings, policy="a name of " + "many words " * 9))
+    found = re.search(r"<h1>(.*?)</h1>", page(named))
+    assert found is not None
+    assert len(found[1].split()) <= 15
 
 
 def test_a_model_against_itself_is_below_the_floor() -> None:

@@ -46,7 +46,7 @@ def record(long_run: Path) -> records.Record:
 
 def _view(record: records.Record) -> View:
     arms = [make_arm("run", [record], 0, 1, 0.05)]
-    return View(title="report", sentence="", arms=arms, target=0.05, per="token")
+    return View(kind="runs", title="report", headline="", sentence="", arms=arms, target=0.05, per="token")
 
 
 def test_the_tables_figures_are_those_of_every_step(long_run: Path, record: records.Record) -> None:

@@ -80,7 +80,20 @@ def view(text: str) -> View:
     arm = make_arm(text, [record(Path("x"), text)], 0, 1, 0.05, verdict=text, summary=text)
     reference = {"perplexity": {"heldout": 9.0}, "probes": [{"prompt": text, "tokens": [text], "kl": [0.0]}]}
     checks: list[tuple[str, str, bool | None]] = [(text, text, None)]
-    return View(text, text, [arm], 0.05, "token", checks, reference, {text: arm.runs}, {"field": text}, text)
+    return View(
+        kind="compare",
+        title=text,
+        headline=text,
+        sentence=text,
+        arms=[arm],
+        target=0.05,
+        per="token",
+        checks=checks,
+        reference=reference,
+        constants={text: arm.runs},
+        settings={"field": text},
+        notes=text,
+    )
 
 
 @pytest.mark.parametrize(
@@ -199,10 +212,10 @@ def test_a_folder_without_runs_and_two_units_are_refused(tmp_path: Path) -> None
 def test_a_run_with_nothing_but_nan_still_makes_a_page(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     (folder / "metrics.jsonl").write_text('{"step": 1, "kl/steered": "nan", "reward/mean": "inf", "kl/beta": 0.1}\n')
-    assert "report" in write_runs([folder]).read_text()
+    assert "<h1>KL is not a finite number.</h1>" in write_runs([folder]).read_text()
     for more in ("", ', "kl/target": 0.05'):
         (folder / "metrics.jsonl").write_text(
             f'{{"step": 1, "kl/steered": 0.0, "reward/mean": 0, "kl/beta": 0{more}}}\n'
         )
-        assert "report" in write_runs([folder]).read_text()
+        assert "<h1>KL has" in write_runs([folder]).read_text()
     assert figures("x", [], 0.05).seeds == 0

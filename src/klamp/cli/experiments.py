@@ -107,7 +107,7 @@ def report(runs: tuple[Path, ...], /, *, out: Path | None = None) -> None:
 
 def _need_report() -> None:
     """Say that the report could not be written before the runs, not after."""
-    for name in ("plotly", "matplotlib"):
+    for name in ("jinja2", "plotly", "matplotlib"):
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"the report needs {name}. pip install 'klamp[report]'.")
 

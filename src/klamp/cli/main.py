@@ -103,6 +103,7 @@ EXTRAS = {
     "safetensors": "train",
     "transformers": "train",
     "yaml": "train",
+    "jinja2": "report",
     "matplotlib": "report",
     "plotly": "report",
     "ray": "ray",

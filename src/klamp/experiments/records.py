@@ -8,6 +8,7 @@ least and greatest values of at most ``POINTS`` stretches.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from array import array
 from collections.abc import Iterator
@@ -35,6 +36,8 @@ KEYS = (
 POINTS = 2_000
 MOST_ALARMS = 200
 """Alarms kept of a run; the others are counted."""
+SAMPLES_READ = 1 << 23
+"""Bytes of samples.jsonl up to which all of it is read; of a larger one the first step and the last."""
 NAN = array("d", [math.nan])
 
 
@@ -92,6 +95,11 @@ class Record:
     """The first of them."""
     alarms_in_all: int = 0
     probes: list[dict[str, Any]] = field(default_factory=list)
+    """Completions at the fixed prompts of an experiment."""
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    """Completions from training, where there are no probes."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """What was changed on the way: the settings of a resumption."""
 
     def get(self, key: str) -> Series:
         """A metric's series; empty where it was never written."""
@@ -127,6 +135,8 @@ def read(path: Path) -> Record:
         if n < MOST_ALARMS:
             record.alarms.append(row)
     record.probes = _latest(row for _, row in jsonl.whole(path / "probes.jsonl"))
+    if not record.probes:
+        record.samples = _samples(path / "samples.jsonl")
     return record
 
 
@@ -185,6 +195,20 @@ def _latest(found: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
         if good and isinstance(row.get("step"), int) and isinstance(row.get("prompt"), str):
             kept[row["step"], row["prompt"]] = row
     return list(kept.values())
+
+
+def _samples(file: Path) -> list[dict[str, Any]]:
+    """Completions from training, by step and prompt; of a file too large to read, those of its first and last step."""
+    rows = (row for _, row in jsonl.whole(file))
+    if not file.is_file() or file.stat().st_size <= SAMPLES_READ:
+        return _latest(rows)
+    from_the_end = (jsonl.parse(line.decode("utf-8", "replace"), repr(str(file))) for _, line in jsonl.backwards(file))
+    return _latest(iter([*_of_one_step(rows), *reversed(_of_one_step(from_the_end))]))
+
+
+def _of_one_step(rows: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of the first step met."""
+    return next((list(found) for _, found in itertools.groupby(rows, lambda row: row.get("step"))), [])
 
 
 def _config(file: Path) -> dict[str, Any]:

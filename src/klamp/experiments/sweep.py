@@ -207,6 +207,13 @@ def table(found: Sweep) -> Any:
     return shown
 
 
+def headline(found: Sweep) -> str:
+    """The finding in at most fifteen words."""
+    if not found.frontier:
+        return "No run measured a finite KL."
+    return f"{len(found.frontier)} of {len(found.points)} points are on the reward-KL frontier."
+
+
 def sentence(found: Sweep) -> str:
     """Where the frontier lies."""
     front = found.frontier

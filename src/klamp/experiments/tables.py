@@ -17,19 +17,26 @@ def console() -> Any:
     return Console(width=None if sys.stdout.isatty() else 160, soft_wrap=not sys.stdout.isatty())
 
 
+NOTHING = "–"
+"""What stands in a cell without a figure."""
+
+
 def number(x: float, digits: int = 3) -> str:
     """``x`` in a cell; a dash where there is none."""
-    return "–" if math.isnan(x) else f"{x:.{digits}f}" if abs(x) < 1000 else f"{x:.3g}"
+    if math.isnan(x):
+        return NOTHING
+    rounds_away = 0 < abs(x) < 10.0 ** (1 - digits)
+    return f"{x:.2g}" if rounds_away else f"{x:.{digits}f}" if abs(x) < 1000 else f"{x:.3g}"
 
 
 def percent(x: float) -> str:
     """A share in a cell."""
-    return "–" if math.isnan(x) else f"{100 * x:.1f} %"
+    return NOTHING if math.isnan(x) else f"{100 * x:.1f} %"
 
 
 def times(x: float) -> str:
     """A multiple of the target in a cell."""
-    return "–" if math.isnan(x) else f"{x:.2f} ×"
+    return NOTHING if math.isnan(x) else f"{x:.2f} ×"
 
 
 COLUMNS = ("arm", "in band", "max KL", "KL", "reward", "perplexity", "on ref", "entropy", "beta", "verdict")
@@ -46,7 +53,7 @@ def cells(row: Figures, verdict: str) -> tuple[str, ...]:
         number(row.perplexity, 2),
         number(row.perplexity_reference, 2),
         number(row.entropy, 2),
-        f"{row.beta:.3g}",
+        NOTHING if math.isnan(row.beta) else f"{row.beta:.3g}",
         verdict,
     )
 

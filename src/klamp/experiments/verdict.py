@@ -36,6 +36,8 @@ class Verdict:
     figures: list[Figures]
     arms: dict[str, str]
     checks: list[Check]
+    headline: str
+    """The finding in at most fifteen words."""
     sentence: str
     oracle: str | None
 
@@ -48,6 +50,7 @@ def judge(comparison: Comparison) -> Verdict:
         figures=rows,
         arms={f.arm: verdict(f, comparison.target, reference) for f in rows},
         checks=checks(comparison, {f.arm: f for f in rows}),
+        headline=headline(comparison, {f.arm: f for f in rows}),
         sentence=sentence(comparison, {f.arm: f for f in rows}),
         oracle=comparison.oracle,
     )
@@ -136,6 +139,22 @@ def _steps(comparison: Comparison) -> str:
 
 def _times(arm: Figures, never: str) -> str:
     return never if not arm.entered and arm.highest <= 1 else f"{arm.highest:.2f} ×"
+
+
+def headline(comparison: Comparison, rows: dict[str, Figures]) -> str:
+    """The finding in at most fifteen words; :func:`sentence` has its numbers and intervals."""
+    near = partial(_closeness, target=comparison.target)
+    if not any(row.entered for row in rows.values()):
+        return f"No run entered the band within {_steps(comparison)}."
+    adaptive = [rows[a] for a in ADAPTIVE if a in rows]
+    if not adaptive or "static" not in rows:
+        best = max(rows.values(), key=near)
+        return f"Nearest to the target was {best.arm}: in band for {_percent(best.in_band)} of steps."
+    ours, static = max(adaptive, key=near), rows["static"]
+    if near(ours) <= near(static):
+        return "No adaptive arm kept KL closer to its target than static did."
+    theirs = f"static for {_percent(static.in_band)}" if static.entered else "static never"
+    return f"{ours.arm} kept KL in band for {_percent(ours.in_band)} of steps, {theirs}."
 
 
 def sentence(comparison: Comparison, rows: dict[str, Figures]) -> str:

@@ -53,11 +53,11 @@ def page(m: Measurement) -> str:
         "img-src data:; base-uri 'none'; form-action 'none'\">",
         "<link rel='icon' href='data:,'>",
         f"<title>KL of {show(s.policy)} from {show(s.reference)}</title><style>{STYLE}</style></head><body>",
-        f"<h1>How far is <code><bdi>{show(s.policy)}</bdi></code> from "
-        f"<code><bdi>{show(s.reference)}</bdi></code>?</h1>",
+        f"<h1>{html.escape(headline(m))}</h1>",
         f"<p class='lead'>{html.escape(finding(m))}</p>",
-        f"<p class='soft'>{m.prompts} prompts, {m.sequences} completions, {m.tokens} tokens. Intervals are 95 %, over "
-        "prompts.</p>",
+        f"<p class='soft'>Policy: <code><bdi>{show(s.policy)}</bdi></code>. Reference: "
+        f"<code><bdi>{show(s.reference)}</bdi></code>. {m.prompts} prompts, {m.sequences} completions, {m.tokens} "
+        "tokens. Intervals are 95 %, over prompts.</p>",
         _figures(m),
         _positions(m.by_position),
         _maps(m.maps),
@@ -66,6 +66,13 @@ def page(m: Measurement) -> str:
         "</body></html>",
     ]
     return "\n".join(parts)
+
+
+def headline(m: Measurement) -> str:
+    """The finding in at most fifteen words."""
+    if m.below_floor:
+        return "No drift that can be told from rounding."
+    return f"The policy is {m.kl.mean:.3g} nats per token from its reference."
 
 
 def finding(m: Measurement) -> str:

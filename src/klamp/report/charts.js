@@ -1,6 +1,6 @@
 "use strict";
 (async () => {
-  const data = JSON.parse(document.getElementById("data").textContent);
+  let data = JSON.parse(document.getElementById("data").textContent);
   const hidden = new Set();
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const dark = () => {
@@ -39,7 +39,8 @@
     };
   }
 
-  function lines(key, digits) {
+  // Straight lines from value to value. What a logarithmic axis has no place for, zero above all, is marked at its foot.
+  function lines(key, axis) {
     const traces = [];
     data.arms.forEach((arm, i) => {
       const c = arm[key];
@@ -48,54 +49,92 @@
         const both = { x: c.x, hoverinfo: "skip", mode: "lines", line: { width: 0 }, type: "scatter" };
         traces.push({ ...both, y: c.low }, { ...both, y: c.high, fill: "tonexty", fillcolor: fade(colour(arm), 0.14) });
       }
-      const marks = c.x.length <= 2;
-      traces.push({ x: c.x, y: c.y, name: plain(arm.name), type: "scatter", mode: marks ? "lines+markers" : "lines",
-        hovertemplate: `%{y:.${digits}f}<extra>${plain(arm.name)}</extra>`,
+      const few = c.y.filter(Number.isFinite).length <= 3;
+      traces.push({ x: c.x, y: c.y, name: plain(arm.name), type: "scatter", mode: few ? "lines+markers" : "lines",
+        hovertemplate: `%{y:.4~g}<extra>${plain(arm.name)}</extra>`,
         line: { color: colour(arm), width: 2.4, dash: arm.dash }, meta: "arm" });
+      const foot = axis.type === "log" ? 10 ** axis.range[0] : -Infinity;
+      const under = c.x.map((x, n) => [x, c.y[n]]).filter(([, y]) => y !== null && y < foot);
+      if (under.length) traces.push({ x: under.map(([x]) => x), y: under.map(() => foot), customdata: under.map(([, y]) => y),
+        name: plain(arm.name), type: "scatter", mode: "markers", cliponaxis: false, meta: "below",
+        hovertemplate: `%{customdata:.4~g}, below the axis<extra>${plain(arm.name)}</extra>`,
+        marker: { color: colour(arm), size: 8, symbol: "triangle-down-open" } });
     });
     return traces;
   }
 
   // Where a point stands for a stretch of steps, the stretch's extremes belong to what is drawn.
   const drawn = (c) => (c.stride > 1 ? [...c.y, ...c.low, ...c.high] : c.y);
-  const finite = (key) => data.arms.flatMap((a, i) => (hidden.has(i) ? [] : drawn(a[key]))).filter((v) => v > 0);
+  const values = (key) => data.arms.flatMap((a, i) => (hidden.has(i) ? [] : drawn(a[key]))).filter(Number.isFinite);
 
   // 1, 2, 5 a decade with their whole numbers, 1 alone where decades are many.
   function ticks(low, high) {
     const steps = high / low > 3000 ? [1] : high / low > 40 ? [1, 3] : [1, 1.5, 2, 3, 5, 7];
-    const values = [];
-    for (let d = Math.floor(Math.log10(low)); d <= Math.log10(high); d++) values.push(...steps.map((m) => Number((m * 10 ** d).toPrecision(2))));
-    const inside = values.filter((v) => v >= low && v <= high);
+    const found = [];
+    for (let d = Math.floor(Math.log10(low)); d <= Math.log10(high); d++) found.push(...steps.map((m) => Number((m * 10 ** d).toPrecision(2))));
+    const inside = found.filter((v) => v >= low && v <= high);
     return { tickvals: inside, ticktext: inside.map((v) => (v >= 1e5 || v < 1e-4 ? v.toExponential(0) : String(v))) };
   }
 
-  function logAxis(key, title) {
-    const values = finite(key);
-    if (!values.length || Math.max(...values) / Math.min(...values) < 2.5) return { title: { text: title } };
+  const logarithmic = (low, high, text) => ({ type: "log", range: [Math.log10(low), Math.log10(high)], title: { text }, ...ticks(low, high) });
+
+  function ratioAxis(key, text) {
+    const found = values(key).filter((v) => v > 0);
+    if (!found.length || Math.max(...found) / Math.min(...found) < 2.5) return around(key, text);
     const highs = data.arms.flatMap((a, i) => (hidden.has(i) ? [] : a[key].high)).filter((v) => v > 0);
-    const top = Math.max(...values), low = Math.min(...values) * 0.93;
-    const high = Math.max(top, Math.min(2 * top, Math.max(0, ...highs))) * 1.08;
-    return { type: "log", range: [Math.log10(low), Math.log10(high)], title: { text: title }, ...ticks(low, high) };
+    const top = Math.max(...found);
+    return logarithmic(Math.min(...found) * 0.93, Math.max(top, Math.min(2 * top, Math.max(0, ...highs))) * 1.08, text);
+  }
+
+  // Values that are the same but for rounding; plotly would zoom in to the rounding.
+  const flat = (found) => Math.max(...found) - Math.min(...found) <= 1e-9 * Math.max(...found.map(Math.abs));
+  function span(found) {
+    const low = Math.min(...found), high = Math.max(...found);
+    const margin = flat(found) ? 0.1 * Math.max(Math.abs(low), Math.abs(high)) || 0.1 : 0.25 * (high - low);
+    return [low - margin, high + margin];
+  }
+
+  // The means set the scale: with few seeds an interval may be wider than everything else on the chart.
+  function around(key, text) {
+    const found = values(key);
+    return { title: { text }, ...(found.length ? { range: span(found) } : {}) };
+  }
+
+  // From zero to what there is and the target; logarithmic where KL is so far from the band that one of them would be a line.
+  function klAxis(text) {
+    const found = values("kl"), t = data.target || 0, most = Math.max(...found);
+    const top = Math.max(most, 1.3 * t) * 1.05, positive = found.filter((v) => v > 0), low = Math.min(...positive);
+    const far = t ? most > data.far * t || most < t / data.far : most > 100 * low;
+    if (!far || !positive.length) return { range: [1.05 * Math.min(...found, 0), top || 1], title: { text } };
+    return logarithmic(Math.max(Math.min(low, (1 - data.band) * t || low) * 0.9, Math.min(most, t || most) / 1000), top, text);
   }
 
   function klChart() {
     const shapes = [], t = data.target;
     if (t) {
-      const band = { type: "rect", xref: "paper", x0: 0, x1: 1, y0: 0.8 * t, y1: 1.2 * t, line: { width: 0 } };
+      const band = { type: "rect", xref: "paper", x0: 0, x1: 1, y0: (1 - data.band) * t, y1: (1 + data.band) * t, line: { width: 0 } };
       shapes.push({ ...band, fillcolor: fade(dark() ? "#9aa7b6" : "#5a6675", 0.18), layer: "below" });
       shapes.push({ type: "line", xref: "paper", x0: 0, x1: 1, y0: t, y1: t, layer: "below",
         line: { color: css("--soft"), width: 1.2, dash: "dot" } });
     }
-    const values = finite("kl");
-    const top = Math.max(...values, (t || 0) * 1.3) * 1.15;
-    const low = t ? t / 12 : Math.max(top / 1e4, Math.min(...values, top));
-    return [lines("kl", 4), layout({ shapes, xaxis: { title: { text: "step" } }, yaxis: { type: "log",
-      range: [Math.log10(low), Math.log10(top)], title: { text: `nats per ${data.per.replace("_", " ")}` }, ...ticks(low, top) } })];
+    return byStep("kl", klAxis(`nats per ${data.per.replace("_", " ")}`), shapes);
+  }
+
+  // A chart over steps, with a mark wherever something was changed on the way.
+  function byStep(key, yaxis, shapes = []) {
+    const soft = css("--soft");
+    const marks = data.events.map((e) => ({ type: "line", yref: "paper", x0: e.step, x1: e.step, y0: 0, y1: 1,
+      line: { color: soft, width: 1.4, dash: "dash" }, name: "event" }));
+    const annotations = data.events.map((e) => ({ x: e.step, y: 1, yref: "paper", text: "▾", hovertext: plain(`after step ${e.step}: ${e.text}`),
+      showarrow: false, yanchor: "bottom", font: { color: soft, size: 13 }, yshift: -4 }));
+    const steps = data.arms.flatMap((a) => a[key].x), first = Math.min(1, ...steps), last = Math.max(1, ...steps);
+    const xaxis = { title: { text: "step" }, ...(last < 8 ? { dtick: 1, range: [first - 0.5, last + 0.5] } : { range: [first, last] }) };
+    return [lines(key, yaxis), layout({ shapes: [...shapes, ...marks], annotations, xaxis, yaxis })];
   }
 
   function frontierChart() {
     const traces = [];
-    const xy = { hovertemplate: "√KL %{x:.3f}, reward %{y:.3f}<extra>%{text}</extra>", type: "scatter" };
+    const xy = { hovertemplate: "√KL %{x:.3~g}, reward %{y:.3~g}<extra>%{text}</extra>", type: "scatter" };
     if (data.frontier.x.length > 1) traces.push({ ...xy, ...data.frontier, mode: "lines", text: "frontier",
       line: { color: css("--soft"), width: 1.4, dash: "dash" }, hoverinfo: "skip", hovertemplate: null });
     if (data.constants.length) traces.push({ ...xy, x: data.constants.map((p) => p.x), y: data.constants.map((p) => p.y),
@@ -104,7 +143,7 @@
       if (hidden.has(i)) return;
       const text = plain(arm.name);
       if (arm.path.x.length > 1 && data.arms.length <= 12) traces.push({ ...xy, ...arm.path, text, mode: "lines", opacity: 0.55,
-        line: { color: colour(arm), width: 1.6, dash: arm.dash, shape: "spline", smoothing: 0.6 }, hoverinfo: "skip", hovertemplate: null });
+        line: { color: colour(arm), width: 1.6, dash: arm.dash }, hoverinfo: "skip", hovertemplate: null });
       if (arm.end.x !== null && arm.end.y !== null) traces.push({ ...xy, x: [arm.end.x], y: [arm.end.y], text, mode: "markers",
         error_y: arm.end.half ? { type: "data", array: [arm.end.half], color: colour(arm), thickness: 1.5, width: 4 } : undefined,
         marker: { color: colour(arm), size: 13, line: { color: css("--panel"), width: 2 } }, meta: "arm" });
@@ -112,61 +151,104 @@
     const shapes = data.target ? [{ type: "line", yref: "paper", y0: 0, y1: 1, x0: Math.sqrt(data.target),
       x1: Math.sqrt(data.target), line: { color: css("--soft"), width: 1.2, dash: "dot" }, layer: "below" }] : [];
     const annotations = data.target ? [{ x: Math.sqrt(data.target), y: 1, yref: "paper", text: "target", showarrow: false,
-      xanchor: "left", yanchor: "top", xshift: 4, font: { color: css("--soft"), size: 12 } }] : [];
+      xanchor: "right", yanchor: "top", xshift: -4, font: { color: css("--soft"), size: 12 } }] : [];
+    const rewards = traces.flatMap((t) => t.y).filter(Number.isFinite);
     return [traces, layout({ shapes, annotations, hovermode: "closest", xaxis: { title: { text: "√KL" }, rangemode: "tozero" },
-      yaxis: { title: { text: "reward" } } })];
+      yaxis: { title: { text: "reward" }, ...(rewards.length && flat(rewards) ? { range: span(rewards) } : {}) } })];
   }
 
-  // The means set the scale: with few seeds an interval may be wider than everything else on the chart.
-  function around(key, title) {
-    const means = data.arms.flatMap((a, i) => (hidden.has(i) ? [] : a[key].y)).filter(Number.isFinite);
-    const low = Math.min(...means), high = Math.max(...means), margin = 0.25 * (high - low) || 0.1;
-    return { title: { text: title }, ...(means.length ? { range: [low - margin, high + margin] } : {}) };
-  }
-
-  const step = { title: { text: "step" } };
   const charts = {
-    reward: () => [lines("reward", 3), layout({ xaxis: step, yaxis: around("reward", "reward") })],
+    reward: () => byStep("reward", around("reward", "reward")),
     kl: klChart,
-    beta: () => [lines("beta", 4), layout({ xaxis: step, yaxis: logAxis("beta", "beta") })],
-    perplexity: () => [lines("perplexity", 2), layout({ xaxis: step, yaxis: logAxis("perplexity", "perplexity") })],
+    beta: () => byStep("beta", ratioAxis("beta", "beta")),
+    perplexity: () => byStep("perplexity", ratioAxis("perplexity", "perplexity")),
     frontier: frontierChart,
-    on_reference: () => [lines("on_reference", 2), layout({ xaxis: step, yaxis: logAxis("on_reference", "perplexity") })],
-    entropy: () => [lines("entropy", 3), layout({ xaxis: step, yaxis: { title: { text: "nats" } } })],
+    on_reference: () => byStep("on_reference", ratioAxis("on_reference", "perplexity")),
+    entropy: () => byStep("entropy", around("entropy", "nats")),
   };
 
   function draw() {
     for (const [name, make] of Object.entries(charts)) {
       const place = document.getElementById(`chart-${name}`);
-      if (!place.offsetParent) continue; // inside a closed <details>
+      if (!place || !place.offsetParent) continue; // nothing to draw, or inside a closed <details>
       const [traces, shown] = make();
       Plotly.react(place, traces, shown, { responsive: true, displayModeBar: false, displaylogo: false });
     }
     document.documentElement.dataset.drawn = "true";
   }
 
-  function choose(buttons, act) {
-    buttons.forEach((button) => button.addEventListener("click", () => act(button, buttons)));
+  let stepChosen = null; // null: the last one, also when another is added
+  function showStep() {
+    const tabs = [...document.querySelectorAll(".tabs button")];
+    const steps = tabs.map((b) => b.dataset.step);
+    const step = steps.includes(stepChosen) ? stepChosen : steps.at(-1);
+    if (step === undefined) return;
+    tabs.forEach((b) => b.setAttribute("aria-pressed", String(b.dataset.step === step)));
+    document.querySelectorAll("article[data-step]").forEach((a) => { a.hidden = a.dataset.step !== step; });
   }
 
-  document.getElementById("kl-unit").textContent = data.target
-    ? `exact, nats per ${data.per.replace("_", " ")}; shaded: target ${data.target} ± 20 %` : `exact, nats per ${data.per.replace("_", " ")}`;
-  choose(document.querySelectorAll(".chip"), (chip) => {
-    const i = Number(chip.dataset.arm), off = hidden.has(i);
-    off ? hidden.delete(i) : hidden.add(i);
-    chip.setAttribute("aria-pressed", String(off));
-    draw();
-  });
-  choose(document.querySelectorAll(".tabs button"), (chosen, all) => {
-    all.forEach((b) => b.setAttribute("aria-pressed", String(b === chosen)));
-    document.querySelectorAll("article[data-step]").forEach((a) => { a.hidden = a.dataset.step !== chosen.dataset.step; });
+  document.addEventListener("click", (event) => {
+    const chip = event.target.closest(".chip"), tab = event.target.closest(".tabs button");
+    if (chip) {
+      const i = Number(chip.dataset.arm), off = hidden.has(i);
+      off ? hidden.delete(i) : hidden.add(i);
+      chip.setAttribute("aria-pressed", String(off));
+      draw();
+    } else if (tab) {
+      stepChosen = tab.dataset.step;
+      showStep();
+    }
   });
   document.getElementById("theme").addEventListener("click", () => {
     document.documentElement.dataset.theme = dark() ? "light" : "dark";
     draw();
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-  document.querySelectorAll("details").forEach((d) => d.addEventListener("toggle", draw));
+  document.addEventListener("toggle", draw, true); // a <details>; the event does not bubble
+
+  // A live page asks its own server for a new look every few seconds, and changes what has changed.
+  const seconds = Number(document.body.dataset.live || 0), status = document.getElementById("live");
+  const made = new Map();
+  let version = data.version, failed = 0;
+  function renew(state) {
+    if (!document.querySelector(".chart") && state.data.arms.length) return location.reload(); // the first step is there
+    for (const [name, html] of Object.entries(state.parts)) {
+      const place = document.getElementById(`part-${name}`);
+      if (made.get(name) === html) continue;
+      const charted = [...place.querySelectorAll(".chart")].map((c) => c.id).join();
+      const fresh = document.createElement("template");
+      fresh.innerHTML = html;
+      if (charted && charted === [...fresh.content.querySelectorAll(".chart")].map((c) => c.id).join()) continue;
+      const open = [...place.querySelectorAll("details")].map((d) => d.open);
+      made.set(name, html);
+      place.replaceChildren(fresh.content);
+      place.querySelectorAll("details").forEach((d, i) => { d.open = open[i] ?? d.open; });
+    }
+    data = state.data;
+    showStep();
+    draw();
+  }
+  async function look() {
+    try {
+      const answer = await fetch("state.json", { cache: "no-store" });
+      if (!answer.ok) throw new Error(answer.status);
+      const state = await answer.json();
+      failed = 0;
+      if (state.data.version !== version) renew(state);
+      version = state.data.version;
+      status.textContent = state.status;
+      status.className = state.ended ? "ended" : "";
+      if (state.ended) return;
+    } catch {
+      failed += 1;
+      status.className = "ended";
+      status.textContent = failed < 3 ? "no answer" : "not live any more: klamp train has ended";
+      if (failed >= 3) return;
+    }
+    setTimeout(look, 1000 * seconds);
+  }
+
   await loadPlotly();
   draw();
+  if (seconds) look();
 })();

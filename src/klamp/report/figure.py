@@ -6,11 +6,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+from klamp.experiments.figures import BAND
 from klamp.report.text import visible
-from klamp.report.view import Arm, View, chart_data
+from klamp.report.view import FAR, Arm, View, chart_data
 
 DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-.", "longdash": (0, (8, 3))}
 PANELS = (("reward", "reward"), ("kl", "KL"), ("beta", "beta"), ("perplexity", "held-out perplexity"))
+SPARE = ("entropy", "entropy, nats per token")
+"""Takes the place of a panel that would be empty."""
 
 
 def save(view: View, folder: Path) -> list[Path]:
@@ -19,14 +22,19 @@ def save(view: View, folder: Path) -> list[Path]:
     from matplotlib.figure import Figure
 
     data = chart_data(view)
-    figure = Figure(figsize=(9.6, 6.4), layout="constrained")
+    drawn = [p for p in (*PANELS, SPARE) if any(y is not None for a in data["arms"] for y in a[p[0]]["y"])][:4]
+    rows = max(1, -(-len(drawn) // 2))
+    figure = Figure(figsize=(9.6, 3.2 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, (key, title) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
-        if view.title == "sweep" and key == "beta":
+    places = list(figure.subplots(rows, 2).flat)
+    for axes in places[len(drawn) :]:
+        axes.remove()
+    for axes, (key, title) in zip(places, drawn, strict=False):
+        if view.kind == "sweep" and key == "beta":
             _frontier(axes, view, data)
         else:
             _panel(axes, key, title, view, data)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
+    handles, labels = figure.axes[0].get_legend_handles_labels() if figure.axes else ([], [])
     if handles:
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False, fontsize=9)
     made = []
@@ -44,7 +52,8 @@ def _panel(axes: Any, key: str, title: str, view: View, data: dict[str, Any]) ->
         highest = max(highest, _line(axes, arm, numbers[key], len(view.arms)))
     lowest = min((y for n in data["arms"] for y in n[key]["y"] if y), default=1.0, key=abs)
     if key == "kl":
-        _band(axes, view.target, highest)
+        means = [y for n in data["arms"] for y in n[key]["y"] if y is not None]
+        _band(axes, view.target, highest, min(means, default=0.0))
         title = f"KL, nats per {view.per.replace('_', ' ')}"
     elif key in ("beta", "perplexity") and 0 < 2.5 * lowest < highest:
         axes.set_yscale("log")
@@ -89,11 +98,11 @@ def _line(axes: Any, arm: Arm, curve: dict[str, Any], arms: int) -> float:
     return max((v for v in shown if math.isfinite(v)), default=0.0)
 
 
-def _band(axes: Any, target: float | None, highest: float) -> None:
+def _band(axes: Any, target: float | None, highest: float, lowest: float) -> None:
+    """KL from zero with its target; where it goes far beyond the band, linear up to there and logarithmic above."""
+    axes.set_ylim(min(0.0, 1.05 * lowest), 1.05 * max(highest, 1.3 * (target or 0.0)) or 1.0)
     if target:
-        axes.axhspan(0.8 * target, 1.2 * target, color="#5a6675", alpha=0.18, linewidth=0)
+        axes.axhspan((1 - BAND) * target, (1 + BAND) * target, color="#5a6675", alpha=0.18, linewidth=0)
         axes.axhline(target, color="#5a6675", linewidth=0.9, linestyle=":")
-        axes.set_ylim(target / 12, max(highest, 1.3 * target) * 1.15)
-    elif highest <= 0:
-        return
-    axes.set_yscale("log", nonpositive="mask")
+        if highest > FAR * target:
+            axes.set_yscale("symlog", linthresh=(1 + BAND) * target)

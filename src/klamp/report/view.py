@@ -6,13 +6,17 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from klamp.experiments.figures import Figures, Interval, figures, interval, late_of
+from klamp.experiments.figures import BAND, Figures, Interval, figures, interval, late_of
 from klamp.experiments.records import Record, Series, Stretch
 
 SMOOTH = 5
 """Steps over which rewards are averaged before they are drawn."""
+
+
+FAR = 4.0
+"""Targets above which KL goes onto a logarithmic axis: a linear one would flatten the band to a line."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +59,16 @@ class Arm:
     summary: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class View:
     """Everything on the page."""
 
+    kind: Literal["runs", "compare", "sweep"]
     title: str
+    headline: str
+    """The finding in at most fifteen words."""
     sentence: str
+    """What else there is to say, below it."""
     arms: list[Arm]
     target: float | None
     per: str
@@ -69,6 +77,23 @@ class View:
     constants: dict[str, list[Record]] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     notes: str = ""
+
+
+class Panel(NamedTuple):
+    """A chart's place on the page."""
+
+    name: str
+    title: str
+    hint: str
+    wide: bool = False
+
+
+class Panels(NamedTuple):
+    """The charts that have something to draw: at the top, further below, and folded away."""
+
+    first: list[Panel]
+    more: list[Panel]
+    folded: list[Panel]
 
 
 def look(name: str, index: int, total: int) -> Look:
@@ -103,11 +128,46 @@ def chart_data(view: View) -> dict[str, Any]:
     return {
         "target": view.target,
         "per": view.per,
+        "far": FAR,
+        "band": BAND,
         "arms": [_arm_data(arm, start) for arm in view.arms],
         "constants": [_point(name, runs) for name, runs in view.constants.items()],
         "frontier": frontier(view),
         "reference": {k: _clean(v) for k, v in start.items()},
+        "events": [e for arm in view.arms for run in arm.runs[:1] for e in run.events] if len(view.arms) == 1 else [],
     }
+
+
+def panels(view: View, data: dict[str, Any]) -> Panels:
+    """The panels that have data: a run's reward and KL stand above its samples, an experiment's curves together."""
+    unit = view.per.replace("_", " ")
+    several = len(view.arms) > 1 or bool(view.constants)
+    band = f"; shaded: target {view.target:g} ± {100 * BAND:.0f} %" if view.target else ""
+    path = "path of each arm; marker: second half of the run, with its 95 % interval; dashed: the frontier"
+    all_of = {
+        "reward": Panel("reward", "Reward", f"mean of a step's completions, averaged over {SMOOTH} steps"),
+        "kl": Panel("kl", "KL from the reference", f"nats per {unit}{band}"),
+        "beta": Panel("beta", "Beta", "the price of a nat"),
+        "perplexity": Panel("perplexity", "Held-out perplexity", "what became of its English; lower is better"),
+        "entropy": Panel("entropy", "Entropy", "nats per token"),
+        "on_reference": Panel("on_reference", "Perplexity on the reference's samples", "lower is better"),
+        "frontier": Panel("frontier", "Reward for distance", path if several else "path of the run", wide=True),
+    }
+    there = {name: panel for name, panel in all_of.items() if _drawn(name, data, several)}
+    main, others = ("reward", "kl"), ("beta", "perplexity", "frontier")
+    rest = ("entropy", "on_reference")
+    order: list[tuple[str, ...]] = [(*main, *others), (), rest]
+    if view.kind == "runs":
+        order = [main, ("beta", "perplexity", *rest, "frontier"), ()]
+    return Panels(*([there[name] for name in names if name in there] for names in order))
+
+
+def _drawn(name: str, data: dict[str, Any], several: bool) -> bool:
+    """Whether a chart has anything on it; a run's way from reward to reward needs two points."""
+    if name == "frontier":
+        ends = any(a["end"]["x"] is not None and a["end"]["y"] is not None for a in data["arms"])
+        return ends and (several or any(len(a["path"]["x"]) > 1 for a in data["arms"]))
+    return any(y is not None for a in data["arms"] for y in a[name]["y"])
 
 
 def _arm_data(arm: Arm, start: dict[str, float]) -> dict[str, Any]:

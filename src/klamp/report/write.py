@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from klamp.experiments.arms import arm as named_arm
 from klamp.experiments.arms import parse as parse_arms
 from klamp.experiments.folder import SETTINGS, Folder, read_settings
 from klamp.experiments.records import Record
-from klamp.report import figure
+from klamp.report import figure, findings
 from klamp.report.page import render
 from klamp.report.view import View, make_arm
 from klamp.train.runs import atomic_text
@@ -39,7 +40,9 @@ def write_comparison(found: compare.Comparison, said: verdict.Verdict, out: Path
     settings = read_settings(found.folder)
     first = next(iter(found.arms.values()))[0]
     view = View(
+        kind="compare",
         title="compare",
+        headline=said.headline,
         sentence=said.sentence,
         arms=arms,
         target=found.target,
@@ -51,6 +54,7 @@ def write_comparison(found: compare.Comparison, said: verdict.Verdict, out: Path
         notes=_notes(settings, found.reference),
     )
     results = {
+        "headline": said.headline,
         "sentence": said.sentence,
         "oracle": said.oracle,
         "figures": [f.to_dict() for f in said.figures],
@@ -74,7 +78,9 @@ def write_sweep(found: sweep.Sweep, out: Path | None = None) -> Path:
     settings = read_settings(found.folder)
     sentence = sweep.sentence(found)
     view = View(
+        kind="sweep",
         title="sweep",
+        headline=sweep.headline(found),
         sentence=sentence,
         arms=arms,
         target=found.target,
@@ -94,26 +100,34 @@ def write_runs(paths: Sequence[Path], out: Path | None = None) -> Path:
         raise ConfigError("report needs at least one folder: of a run, a compare or a sweep.")
     if len(paths) == 1 and (paths[0] / SETTINGS).is_file():
         return _again(paths[0], out)
-    groups = _grouped([records.read(p) for path in paths for p in _runs(path)])
-    targets = {r.target for runs in groups.values() for r in runs}
-    units = {_unit(r) for runs in groups.values() for r in runs}
+    view = runs_view([records.read(p) for path in paths for p in _runs(path)])
+    place = out or (paths[0] if len(paths) == 1 else Path()) / "report.html"
+    return _write(view, place)
+
+
+def runs_view(found: list[Record]) -> View:
+    """The page of runs."""
+    groups = _grouped(found)
+    targets = {r.target for r in found}
+    units = {_unit(r) for r in found}
     if len(units) > 1:
         raise ConfigError(
             f"these runs measure KL per {' and per '.join(sorted(units))}: not on one axis. Report them apart."
         )
-    target = targets.pop() if len(targets) == 1 else None
+    target, per = targets.pop() if len(targets) == 1 else None, units.pop()
     arms = [make_arm(name, runs, i, len(groups), target) for i, (name, runs) in enumerate(groups.items())]
-    steps = max(a.runs[0].last_step for a in arms)
-    view = View(
-        title="report",
-        sentence=f"{len(arms)} {'run' if len(arms) == 1 else 'runs'}, {steps} steps.",
+    arms = [replace(arm, verdict=findings.verdict(arm, target)) for arm in arms]
+    return View(
+        kind="runs",
+        title=arms[0].name if len(arms) == 1 else "report",
+        headline=findings.headline(arms, target, per),
+        sentence=findings.sentence(arms, target),
         arms=arms,
         target=target,
-        per=units.pop(),
-        settings=_shown(arms[0].runs[0].config),
+        per=per,
+        settings=_shown(found[0].config),
+        notes=findings.notes(found[0].config) if len(arms) == 1 else "",
     )
-    place = out or (paths[0] if len(paths) == 1 else Path()) / "report.html"
-    return _write(view, place)
 
 
 def _again(path: Path, out: Path | None) -> Path:
