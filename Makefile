@@ -1,6 +1,7 @@
 # make compare  set up .venv, run adaptive beside static on the built-in model, write and name the report
 # make test     set up .venv, run every test this machine can run in a few minutes
 # make test-all the slow ones too
+# make test-verl  klamp inside the real verl, in an environment of its own (.venv-verl)
 # make faults   kill, starve, signal and fuzz on purpose: the long form, fifty kills
 # make lint     ruff and mypy
 # make audit    what every KL term descends
@@ -13,7 +14,7 @@ STAMP := $(VENV)/.installed
 export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup compare test test-all faults lint format audit build clean
+.PHONY: setup compare test test-all test-verl faults lint format audit build clean
 
 setup: $(STAMP)
 
@@ -32,6 +33,21 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest
+
+# verl pins another transformers than klamp, and its dependencies bring CUDA: it gets an environment of its own.
+VERL := .venv-verl
+$(VERL)/.installed: pyproject.toml constraints.txt tests/with_verl/requirements.txt
+	test -x $(VERL)/bin/python || $(PYTHON) -m venv $(VERL)
+	grep -vE '^(transformers|tokenizers|huggingface_hub)==' constraints.txt > $(VERL)/constraints.txt
+	$(VERL)/bin/python -m pip install --quiet --constraint $(VERL)/constraints.txt torch numpy
+	$(VERL)/bin/python -m pip install --quiet --no-deps verl==0.9.1
+	$(VERL)/bin/python -m pip install --quiet --constraint $(VERL)/constraints.txt --requirement tests/with_verl/requirements.txt
+	$(VERL)/bin/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+test-verl:
+	@$(MAKE) --no-print-directory $(VERL)/.installed || { echo 'test-verl skipped: verl 0.9.1 cannot be installed here'; exit 0; }; \
+	timeout 600 $(VERL)/bin/python -m pytest -o filterwarnings=ignore tests/with_verl
 
 faults: $(STAMP)
 	$(BIN)/python -m pytest tests/faults --kills 50
@@ -54,4 +70,4 @@ build: $(STAMP)
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VERL) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

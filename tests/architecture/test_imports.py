@@ -43,6 +43,7 @@ HOMES = {
     "accelerate": ("train/", "measure"),
     "triton": ("kernels/fused",),
     "trl": ("integrations/trl",),
+    "verl": ("integrations/verl",),
 }
 HEAVY = ["transformers", "peft", "accelerate", "triton", "trl", "plotly", "rich", "tyro", "matplotlib", "datasets"]
 FILES = sorted(ROOT.rglob("*.py"))
