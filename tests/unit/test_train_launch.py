@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from klamp.errors import ConfigError
 from klamp.train import launch
 from klamp.train.learner import Learner, TrainingError
+from klamp.train.loop import Trainer
 
 DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "LOCAL_RANK": "0"}
 
@@ -114,3 +117,24 @@ def test_an_engine_that_steps_by_itself_takes_the_same_steps(trainer: Any, confi
     engine.clip_grad_norm_ = lambda *_: float("nan")  # type: ignore[method-assign]
     with pytest.raises(TrainingError, match="not with DeepSpeed"):
         learner.step(3, rollout, scored)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("tensorbord", "track 'tensorbord' is not known. Did you mean 'tensorboard'?"),
+        ("wandb", "track 'wandb' needs the package wandb, which is not installed. pip install wandb."),
+    ],
+)
+def test_a_tracker_that_cannot_be_used_is_refused_at_the_start(
+    config: Any, name: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate import tracking
+
+    monkeypatch.setattr(tracking, "get_available_trackers", lambda: [tracking.LoggerType.TENSORBOARD])
+    made = config(track=name)
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        Trainer(made, quiet=True)
+    assert not Path(made.run).exists()
+    launch.check_tracker("tensorboard")
+    launch.check_tracker(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -43,7 +44,7 @@ def compare(
 
 def sweep(
     *,
-    over: Annotated[tuple[str, ...], tyro.conf.UseAppendAction],
+    over: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = (),
     set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = (),
     config: Path | None = None,
     seeds: int = 1,
@@ -56,7 +57,8 @@ def sweep(
 ) -> None:
     """Train once for every value of one field, or every combination of several, and draw the reward-KL frontier.
 
-    Without --config and --set: a constant beta, k1 in the advantage, held to step 0, no clamp.
+    Without --config and --set: a constant beta, k1 in the advantage, held to step 0, no clamp. Without --over: five
+    values of that beta, kl.beta=0.01:1:5:log.
 
     Args:
         over: field=START:STOP:COUNT, field=START:STOP:COUNT:log or field=A,B,C; repeat it for a grid.
@@ -75,7 +77,7 @@ def sweep(
     from klamp.report import write_sweep
 
     plan = sweeping.SweepConfig(
-        over=over,
+        over=over or sweeping.USUAL_SWEEP,
         set=set,
         config=None if config is None else str(config),
         seeds=seeds,
@@ -118,7 +120,7 @@ def refuse_fields(args: list[str]) -> None:
     from klamp.train.settings import fields_of
 
     names = {name for name, _ in fields_of(TrainConfig) if "." in name}
-    for item, following in zip(args, [*args[1:], ""], strict=True):
+    for item, following in itertools.zip_longest(args, args[1:], fillvalue=""):
         flag, equals, value = item.partition("=")
         field = flag.removeprefix("--").replace("-", "_")
         if item.startswith("--") and field in names:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from klamp.errors import ConfigError
+from klamp.experiments.progress import Lines
 
 if TYPE_CHECKING:
     from klamp.measure.run import Measurement
@@ -124,9 +125,12 @@ def _completions(path: str) -> list[str]:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar in a terminal, nothing elsewhere."""
-    if not sys.stderr.isatty():
+    """A progress bar in a terminal, a line now and then elsewhere; nothing from processes other than the first."""
+    if os.environ.get("RANK", "0") != "0":
         yield None
+        return
+    if not sys.stderr.isatty():
+        yield Lines("measure", "prompts").update
         return
     from rich.console import Console
     from rich.progress import Progress

@@ -21,6 +21,8 @@ from klamp.train.config import KLConfig, TrainConfig
 from klamp.train.settings import from_yaml
 
 Engine = Literal["local", "ray"]
+USUAL_SWEEP = ("kl.beta=0.01:1:5:log",)
+"""What ``klamp sweep`` varies where nothing is named: from a price that hardly holds to one that hardly lets learn."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,54 @@
+"""Where there is no terminal an experiment prints a line now and then."""
+
+from __future__ import annotations
+
+import pytest
+
+from klamp.cli import main
+from klamp.cli.experiments import refuse_fields
+from klamp.experiments import progress, sweep
+from klamp.experiments.progress import Lines, Progress
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, which the test moves."""
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_an_experiment_in_a_pipe_prints_a_line_now_and_then(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = Progress()
+    with shown.live("compare", 100, already=20):
+        for step in range(1, 41):
+            clock[0] += 1.0
+            shown.step(step % 2, f"hold seed {step % 2}", (step + 1) // 2, "KL 0.050")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "compare: 20 of 100 steps"
+    assert lines[1] == "compare: 30 of 100 steps, 70 s left, hold seed 0 KL 0.050"
+    assert len(lines) == 1 + 4, "one for each ten seconds"
+
+
+def test_a_measurement_ends_with_all_of_it(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines("measure", "prompts")
+    for done in (32, 64, 96):
+        lines.update(done, 96)
+    assert capsys.readouterr().err.splitlines() == ["measure: 32 of 96 prompts", "measure: 96 of 96 prompts"]
+
+
+def test_a_bare_sweep_varies_the_price(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class Seen(Exception):
+        pass
+
+    def run(config: sweep.SweepConfig, out: str, **_: object) -> None:
+        raise Seen(config.over)
+
+    monkeypatch.setattr(sweep, "run", run)
+    with pytest.raises(Seen, match=r"kl\.beta=0\.01:1:5:log"):
+        main(["sweep"])
+    with pytest.raises(Seen, match=r"^\('seed=1,2',\)$"):
+        main(["sweep", "--over", "seed=1,2"])
+    refuse_fields([])
