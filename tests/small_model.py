@@ -14,18 +14,24 @@ def vocabulary(words: int = WORDS) -> dict[str, int]:
     return {w: i for i, w in enumerate(["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(words))])}
 
 
+def tokenizer(words: dict[str, int]) -> Any:
+    """One token a word, padded on the left."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+    )
+
+
 def write_model(folder: Path, *, words: dict[str, int] | None = None, seed: int = 0, **sizes: Any) -> str:
     """A two-layer Llama, its weights spread enough to have something to move, and its tokenizer; the folder's name."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     words = words or vocabulary()
-    inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
-    )
     small = {
         "hidden_size": 16,
         "intermediate_size": 32,
@@ -42,5 +48,5 @@ def write_model(folder: Path, *, words: dict[str, int] | None = None, seed: int 
     torch.manual_seed(seed)
     LlamaForCausalLM(config).save_pretrained(folder)
     torch.set_rng_state(state)
-    tokenizer.save_pretrained(folder)
+    tokenizer(words).save_pretrained(folder)
     return str(folder)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from klamp import kernels
 from klamp.errors import ConfigError
+from klamp.kernels.heads import SOFTCAPS
 
 
 class Backbone(nn.Module):
@@ -31,17 +32,28 @@ class Model(nn.Module):
 
     base_model_prefix = "model"
 
-    def __init__(self, v: int = 11, h: int = 6, *, bias: bool = False, secret: float = 1.0, **config: object) -> None:
+    def __init__(
+        self,
+        v: int = 11,
+        h: int = 6,
+        *,
+        bias: bool = False,
+        secret: float = 1.0,
+        scale: float | None = None,
+        **config: object,
+    ) -> None:
         super().__init__()
         self.model = Backbone(v, h)
         self.lm_head = nn.Linear(h, v, bias=bias)
         self.config = SimpleNamespace(**config)
         self.secret = secret
+        if scale is not None:
+            self.logit_scale = scale
 
     def forward(self, input_ids: Tensor) -> SimpleNamespace:
-        x = self.lm_head(self.model(input_ids)[0]) * getattr(self.config, "logit_scale", 1.0)
+        x = self.lm_head(self.model(input_ids)[0]) * getattr(self, "logit_scale", 1.0)
         x = x / getattr(self.config, "logits_scaling", 1.0)
-        cap = getattr(self.config, "final_logit_softcapping", None)
+        cap = next((getattr(self.config, name) for name in SOFTCAPS if hasattr(self.config, name)), None)
         return SimpleNamespace(logits=self.secret * (x if cap is None else cap * torch.tanh(x / cap)))
 
 
@@ -50,7 +62,8 @@ class LoraLinear(nn.Linear):
 
 
 PROBE = torch.arange(8).view(2, 4)
-KNOWN = [{}, {"bias": True}, {"final_logit_softcapping": 2.0}, {"logit_scale": 0.25}, {"logits_scaling": 8.0}]
+KNOWN = [{}, {"bias": True}, {"scale": 0.25}, {"logits_scaling": 8.0}, *({name: 2.0} for name in SOFTCAPS)]
+KNOWN += [{"logit_scale": 0.25}]  # MPT's configuration has one, and transformers does not use it
 
 
 @pytest.mark.parametrize("config", KNOWN)

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from klamp.sampling import packed_linear as packed
-from klamp.sampling.decode import Decoder, Slot, fit_threads
+from klamp.sampling.caches import DynamicSteps, StaticSteps
+from klamp.sampling.decode import fit_threads
 from klamp.train import shared
 from klamp.train.algorithms import needs_look, prepare
 from klamp.train.batch import Part
@@ -164,20 +165,16 @@ def test_the_update_is_that_of_whole_sequences(trainer: Any, micro_batch: int, m
     torch.testing.assert_close(ours, whole, rtol=1e-3, atol=1e-5)
 
 
-def test_prompts_filled_in_once_are_prompts_filled_in_each() -> None:
-    made = model("llama").float()
-    decoder, piece = Decoder(made, 1.0, 1.0, (0,), 0), part()
+@pytest.mark.parametrize("settings", [{}, {"sliding_window": 3}, {"sliding_window": 3, "attn_implementation": "eager"}])
+def test_prompts_filled_in_once_are_prompts_filled_in_each(settings: Any) -> None:
+    made, piece = model("mistral", **({"sliding_window": None} | settings)), part()
     ids, attention = piece.ids[:, :FIRST], piece.attention[:, :FIRST]
-    one, other = (Slot(made, len(ids), FIRST + 3) for _ in range(2))
-    other.plain = False
     logits = []
     with torch.no_grad():
-        for slot in (one, other):
-            slot.begin(attention)
-            filled = decoder._prefill(slot, ids, attention)
-            logits.append(torch.stack([filled, slot.step(made, torch.arange(7) + 3, FIRST)]))
+        for steps in (StaticSteps(made, len(ids), FIRST + 3), DynamicSteps(made)):
+            filled = steps.prefill(ids, attention)
+            logits.append(torch.stack([filled, *(steps.step(torch.arange(7) + k) for k in (3, 4))]))
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
-    assert torch.equal(one.position, other.position)
 
 
 @pytest.mark.skipif(not packed._works(), reason="this torch has no packed linear maps")

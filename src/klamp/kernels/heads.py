@@ -21,6 +21,8 @@ MORE_THAN_A_HEAD = (
     "output_multiplier",
     "logits_to_bias",
 )
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""What Gemma, RecurrentGemma and xLSTM call the height of ``cap · tanh(z / cap)``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,12 @@ class HeadSpec:
     def options(self) -> dict[str, Any]:
         """The keyword arguments of the kernels that belong to the head."""
         return {"bias": self.bias, "softcap": self.softcap, "logit_scale": self.logit_scale}
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``softcap · tanh(logit_scale · (h Wᵀ + b) / softcap)`` in float32 or wider, with its graph."""
+        z = nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
+        z = z.to(torch.promote_types(z.dtype, torch.float32)) * self.logit_scale
+        return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
 
 def head_of(model: nn.Module, probe: Tensor | None = None) -> HeadSpec | None:
@@ -61,8 +69,7 @@ def why_full_logits(model: nn.Module) -> str | None:
 def matches(spec: HeadSpec, hidden: Tensor, logits: Tensor) -> bool:
     """Whether the head, applied to ``hidden`` [..., H], gives ``logits`` [..., V] up to the rounding of their dtype."""
     with torch.no_grad():
-        x = nn.functional.linear(hidden.to(spec.weight.dtype), spec.weight, spec.bias).float() * spec.logit_scale
-        x = x if spec.softcap is None else spec.softcap * torch.tanh(x / spec.softcap)
+        x = spec.logits(hidden)
         # Four roundings (product, scale, cap, output) and a different order of summation.
         slack = 8 * torch.finfo(torch.promote_types(logits.dtype, hidden.dtype)).eps
         slack = max(slack, 8 * torch.finfo(logits.dtype).eps)
@@ -86,9 +93,9 @@ def _inspect(model: nn.Module) -> HeadSpec | str:
             return f"config.{name}={getattr(config, name)!r} changes the logits in a way the kernels do not know"
     if getattr(config, "is_encoder_decoder", False):
         return "encoder-decoder models may rescale the states before the head"
-    scale = getattr(inner, "logit_scale", None) or getattr(config, "logit_scale", None) or 1.0
+    scale = getattr(inner, "logit_scale", None) or 1.0  # not the config's: MPT has one there that is not used
     divide = getattr(config, "logits_scaling", None) or 1.0
-    softcap = getattr(config, "final_logit_softcapping", None)
+    softcap = next((c for name in SOFTCAPS if (c := getattr(config, name, None)) is not None), None)
     if not all(isinstance(x, int | float) for x in (scale, divide)):
         return "the logit scale is a tensor, not a number"
     return HeadSpec(head.weight, head.bias, None if softcap is None else float(softcap), scale / divide, backbone)

@@ -17,7 +17,7 @@ from klamp import models
 from klamp.errors import ConfigError
 from klamp.kernels import head_of
 from klamp.sampling.merged_model import ADAPTER
-from klamp.train.adapters import check_folder
+from klamp.train.adapters import check_folder, is_plain, load_adapted
 from klamp.train.batch import Part
 from klamp.train.policy import Anchor, Policy
 
@@ -45,7 +45,7 @@ class Pair:
     def policy_states(self, part: Part) -> Anchor:
         """The policy's states for a part."""
         with self.policy.without_adapter() if self.adapter_off else contextlib.nullcontext():
-            return Anchor(self.policy(part).hidden, self.policy.head)
+            return self.policy.anchor(part)
 
 
 def load_pair(
@@ -63,7 +63,7 @@ def load_pair(
         return models.load_model(name, dtype=chosen, device=device, trust_remote_code=trust_remote_code)
 
     model = load(bases["policy"])
-    shared = bases["policy"] == bases["reference"]
+    shared = bases["policy"] == bases["reference"] and all(map(_switches, adapters.values()))
     if not any(adapters.values()) or not shared:
         model = _with_adapter(model, adapters["policy"])
         main = Policy(model, value_head=False, temperature=temperature, lora=adapters["policy"] is not None)
@@ -80,6 +80,14 @@ def load_pair(
     return Pair(main, tokenizers["policy"], _other_adapter(main, adapters["reference"]), True)
 
 
+def _switches(adapter: Path | None) -> bool:
+    """Whether the base is found under an adapter by switching it off; another kind gets a model of its own."""
+    if adapter is None:
+        return True
+    found = check_folder(adapter, f"adapter {str(adapter)!r}")
+    return is_plain(found) and not found.get("modules_to_save")
+
+
 def _other_adapter(main: Policy, adapter: Path | None) -> Callable[[Part], Anchor]:
     """The reference inside the policy's own model: its base, or its second adapter."""
     model: Any = main.model
@@ -91,7 +99,7 @@ def _other_adapter(main: Policy, adapter: Path | None) -> Callable[[Part], Ancho
     @torch.no_grad()
     def states(part: Part) -> Anchor:
         with main.without_adapter() if adapter is None else main.with_adapter(REFERENCE):
-            return Anchor(main(part).hidden, main.head)
+            return main.anchor(part)
 
     return states
 
@@ -99,7 +107,7 @@ def _other_adapter(main: Policy, adapter: Path | None) -> Callable[[Part], Ancho
 def _itself(side: Policy) -> Callable[[Part], Anchor]:
     @torch.no_grad()
     def states(part: Part) -> Anchor:
-        return Anchor(side(part).hidden, side.head)
+        return side.anchor(part)
 
     return states
 
@@ -126,13 +134,7 @@ def _tokenizer(base: str, adapter: Path | None, trust_remote_code: bool) -> Any:
 def _with_adapter(model: Any, adapter: Path | None) -> Any:
     if adapter is None:
         return model
-    from peft import PeftModel
-
-    try:
-        return PeftModel.from_pretrained(model, str(adapter), adapter_name=ADAPTER, is_trainable=False).eval()
-    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, OSError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"adapter {str(adapter)!r} was not made for this base model: {first}") from None
+    return load_adapted(model, adapter)
 
 
 def same_tokens(ours: Any, theirs: Any, policy: str, reference: str) -> None:

@@ -30,7 +30,7 @@ def both_ways(pair: Pair, piece: Part) -> tuple[TokenStats, TokenStats, Anchor]:
     ours, theirs = pair.policy_states(piece), pair.reference(piece)
     temperature = pair.policy.temperature
     there = score(ours.head, ours.states, piece, theirs, temperature)
-    back = score(theirs.head or ours.head, theirs.states, piece, ours, temperature)
+    back = score(theirs.head, theirs.states, piece, ours, temperature)
     return there, back, ours
 
 
@@ -42,7 +42,7 @@ def noise_floor(pair: Pair, rollout: Rollout, ours: Anchor, piece: Part) -> Tens
         again = part(rollout, rows)
         found = pair.policy_states(again).states
         states[rows, again.columns] = found.to(states.dtype)
-    return _kl(score(ours.head, ours.states, piece, Anchor(states, ours.head), pair.policy.temperature))
+    return _kl(score(ours.head, ours.states, piece, ours._replace(states=states), pair.policy.temperature))
 
 
 @torch.no_grad()
@@ -138,9 +138,7 @@ def token_map(pair: Pair, rollout: Rollout, row: int, alternatives: int = 4) -> 
     piece = replace(piece, mask=piece.of(rollout.mask))
     there, _, ours = both_ways(pair, piece)
     theirs = pair.reference(piece)
-    tops = [
-        _likeliest(pair, a if a.head is not None else Anchor(a.states, ours.head), alternatives) for a in (ours, theirs)
-    ]
+    tops = [_likeliest(pair, anchor, alternatives) for anchor in (ours, theirs)]
     kl = _kl(there)
     return [
         {
@@ -158,11 +156,7 @@ def _likeliest(pair: Pair, anchor: Anchor, count: int) -> list[list[tuple[str, f
     """The likeliest next tokens at each position, with their probabilities."""
     states = anchor.states[0]
     if anchor.head is not None:
-        head = anchor.head
-        states = torch.nn.functional.linear(states.to(head.weight.dtype), head.weight, head.bias).float()
-        states = states * head.logit_scale
-        if head.softcap is not None:
-            states = head.softcap * torch.tanh(states / head.softcap)
+        states = anchor.head.logits(states)
     p = (states.float() / pair.policy.temperature).softmax(-1)
     values, ids = p.topk(min(count, p.shape[-1]), -1)
     return [

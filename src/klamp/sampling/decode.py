@@ -1,4 +1,4 @@
-"""The decoding loop: prefill, then one token at a time over a static cache; on a GPU as a captured graph.
+"""The decoding loop: prefill, then one token at a time.
 
 Log-probs are those of the distribution sampled from: logits divided by the temperature, cut by top-p where that is
 below 1, normalised in float32.
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from klamp.sampling.prompts import layout, plain_cache, sees
+from klamp.sampling.caches import DynamicSteps, StaticSteps
 
 SLOTS = 4
 """Shapes whose cache and graph are kept."""
@@ -32,13 +32,15 @@ class Drawn(NamedTuple):
 
 
 class Decoder:
-    """Samples from a plain causal LM. Cache, masks and graph are kept between calls of the same shape."""
+    """Samples from a plain causal LM. ``fast`` keeps a static cache and a graph between calls of the same shape."""
 
-    def __init__(self, model: Any, temperature: float, top_p: float, end: tuple[int, ...], pad: int) -> None:
-        self.model, self.temperature, self.top_p, self.pad = model, temperature, top_p, pad
+    def __init__(
+        self, model: Any, temperature: float, top_p: float, end: tuple[int, ...], pad: int, *, fast: bool
+    ) -> None:
+        self.model, self.temperature, self.top_p, self.pad, self.fast = model, temperature, top_p, pad, fast
         device = next(model.parameters()).device
         self.end = torch.tensor(end, device=device)
-        self.slots: dict[tuple[int, int, int], Slot] = {}
+        self.slots: dict[tuple[int, int, int], StaticSteps] = {}
 
     def run(self, ids: Tensor, attention: Tensor, length: int, generator: torch.Generator) -> Drawn:
         """At most ``length`` tokens after each prompt; stops as soon as every sequence has ended."""
@@ -47,9 +49,8 @@ class Decoder:
 
     def _run(self, ids: Tensor, attention: Tensor, length: int, generator: torch.Generator) -> Drawn:
         rows, prompt = ids.shape
-        slot = self._slot(rows, prompt, length)
-        slot.begin(attention)
-        logits = self._prefill(slot, ids, attention)
+        steps = self._steps(rows, prompt, length)
+        logits = steps.prefill(ids, attention)
         tokens, logps, alive = [], [], []
         live = torch.ones(rows, dtype=torch.bool, device=ids.device)
         for t in range(length):
@@ -62,7 +63,7 @@ class Decoder:
             # Looking at `live` waits for the device, so it is looked at every few tokens there.
             if t + 1 == length or ((ids.device.type == "cpu" or t % 8 == 7) and not bool(live.any())):
                 break
-            logits = slot.step(self.model, token, prompt + t)
+            logits = steps.step(token)
         mask = torch.stack(alive, 1)
         return Drawn(torch.stack(tokens, 1), torch.stack(logps, 1), mask, ~live)
 
@@ -80,51 +81,16 @@ class Decoder:
         token = torch.searchsorted(total, uniform * total[:, -1:], right=True).clamp(max=logp.shape[-1] - 1)
         return token.squeeze(1), logp.gather(1, token).squeeze(1)
 
-    def _slot(self, rows: int, prompt: int, length: int) -> Slot:
+    def _steps(self, rows: int, prompt: int, length: int) -> DynamicSteps | StaticSteps:
+        if not self.fast:
+            return DynamicSteps(self.model)
         key = (rows, prompt, length)
         if key not in self.slots:
             # A few shapes at a time: each holds a cache, and on a GPU a graph.
             while len(self.slots) >= SLOTS:
                 del self.slots[next(iter(self.slots))]
-            self.slots[key] = Slot(self.model, rows, prompt + length)
+            self.slots[key] = StaticSteps(self.model, rows, prompt + length)
         return self.slots[key]
-
-    def _prefill(self, slot: Slot, ids: Tensor, attention: Tensor) -> Tensor:
-        """Logits after each prompt, whose keys and values go into the cache."""
-        cache = plain_cache(self.model.config) if ids.device.type == "cpu" and slot.plain else None
-        positions = (attention.long().cumsum(-1) - 1).clamp(min=0)
-        slot.position.copy_(positions[:, -1:] + 1)
-        if cache is not None:
-            return self._prefill_once(slot, cache, ids, attention)
-        prompt = ids.shape[1]
-        causal = torch.ones(prompt, slot.width, dtype=torch.bool, device=ids.device).tril()
-        # A padding query sees itself, so that no row of the softmax is empty.
-        seen = slot.visible[:, None, None, :] | torch.eye(prompt, slot.width, dtype=torch.bool, device=ids.device)
-        out = self.model(
-            input_ids=ids,
-            attention_mask=seen & causal,
-            position_ids=positions,
-            past_key_values=slot.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return out.logits[:, -1]  # type: ignore[no-any-return]
-
-    def _prefill_once(self, slot: Slot, cache: Any, ids: Tensor, attention: Tensor) -> Tensor:
-        """The same with each distinct prompt computed once and handed to all of its sequences."""
-        rows, which, *_ = layout(ids, attention)
-        real = attention[rows]
-        logits: Tensor = self.model(
-            input_ids=ids[rows],
-            attention_mask=sees(ids.shape[1], 0, 0, real[:, None, None, :]),
-            position_ids=(real.long().cumsum(-1) - 1).clamp(min=0),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
-        for index, layer in enumerate(cache.layers):
-            slot.cache.update(layer.keys.index_select(0, which), layer.values.index_select(0, which), index)
-        return logits.index_select(0, which)
 
 
 @contextlib.contextmanager
@@ -136,7 +102,9 @@ def fit_threads(model: Any, rows: int) -> Iterator[None]:
     a run that is resumed decides the same.
     """
     config, threads = model.config.get_text_config(), torch.get_num_threads()
-    products = rows * config.hidden_size * getattr(config, "intermediate_size", 4 * config.hidden_size)
+    hidden = int(getattr(config, "hidden_size", 0) or 0)
+    inner = getattr(config, "intermediate_size", None)
+    products = rows * hidden * (inner if isinstance(inner, int) else 4 * hidden)
     sleep = os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive"
     if not sleep or threads == 1 or products >= LONE or next(model.parameters()).device.type != "cpu":
         yield
@@ -146,83 +114,6 @@ def fit_threads(model: Any, rows: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-class Slot:
-    """Static cache, mask and positions for one shape, and on a GPU the graph of a step over them."""
-
-    def __init__(self, model: Any, rows: int, width: int) -> None:
-        from transformers.cache_utils import StaticCache, StaticLayer
-
-        device = next(model.parameters()).device
-        self.width = width
-        self.cache: Any = StaticCache(config=model.config, max_cache_len=width)
-        self.plain = all(type(layer) is StaticLayer for layer in self.cache.layers)
-        """Whether every layer keeps all keys and values."""
-        self.visible = torch.zeros(rows, width, dtype=torch.bool, device=device)
-        self.position = torch.zeros(rows, 1, dtype=torch.long, device=device)
-        self.token = torch.zeros(rows, 1, dtype=torch.long, device=device)
-        self.column = torch.zeros(1, dtype=torch.long, device=device)
-        self.graph: Any = None
-        self.logits: Tensor | None = None
-
-    def begin(self, attention: Tensor) -> None:
-        """Forget the last batch: an empty cache in which the prompt's real tokens are visible."""
-        self.cache.reset()
-        self.visible.zero_()
-        self.visible[:, : attention.shape[1]] = attention
-        self.column.fill_(attention.shape[1])
-
-    def step(self, model: Any, token: Tensor, column: int) -> Tensor:
-        """Logits after ``token``, which goes into ``column`` of the cache."""
-        self.token.copy_(token[:, None])
-        if self.token.device.type != "cuda":
-            return self._forward(model)
-        if self.graph is None:
-            self._capture(model)
-        self.graph.replay()
-        assert self.logits is not None
-        return self.logits
-
-    def _forward(self, model: Any) -> Tensor:
-        self.visible.index_fill_(1, self.column, True)
-        out = model(
-            input_ids=self.token,
-            attention_mask=self.visible[:, None, None, :],
-            position_ids=self.position,
-            past_key_values=self.cache,
-            use_cache=True,
-        )
-        self.position.add_(1)
-        self.column.add_(1)
-        return out.logits[:, -1]  # type: ignore[no-any-return]
-
-    def _capture(self, model: Any) -> None:
-        """Record one step as a graph. Warm-up steps and the recording move the state; it is put back after each."""
-        saved = self._state()
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                self._forward(model)
-                self._restore(saved)
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.logits = self._forward(model)
-        self._restore(saved)
-
-    def _state(self) -> list[tuple[Tensor, Tensor]]:
-        """Every tensor a step changes besides the cache's columns to come, with its value."""
-        moving = [self.visible, self.position, self.column]
-        moving += [
-            t for layer in self.cache.layers if isinstance(t := getattr(layer, "cumulative_length", None), Tensor)
-        ]
-        return [(t, t.clone()) for t in moving]
-
-    def _restore(self, saved: list[tuple[Tensor, Tensor]]) -> None:
-        for tensor, value in saved:
-            tensor.copy_(value)
 
 
 def race(logp: Tensor, generator: torch.Generator) -> Tensor:

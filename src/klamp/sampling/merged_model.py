@@ -1,21 +1,25 @@
 """The sampler's model: a plain copy of the policy's modules that shares every weight it can.
 
 Parameters that do not train, or that train in place, are the policy's own. LoRA layers become plain linear maps with
-merged weights in buffers of their own, so that sampling costs no adapter and the base stays untouched to the bit.
+merged weights in buffers of their own, so that sampling costs no adapter and the base stays untouched to the bit. A
+layer with more than two matrices (DoRA, a bias of its own, experts) stays as peft has it.
 Under FSDP2 it keeps whole weights on every process, and :meth:`MergedModel.refresh` gathers what has changed.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from klamp.errors import ConfigError
+from klamp.sampling.families import check_sampled, is_fast
 from klamp.sampling.fast_modules import lean_decoding, lora_layers
 from klamp.sampling.packed_linear import Packed, packs
+from klamp.sampling.probe import check_decoding
 from klamp.sharded import settle, whole
 
 ADAPTER = "default"
@@ -37,10 +41,19 @@ class MergedModel:
         self.policy, self.sharded = policy, sharded
         source: Any = policy.model
         base = source.get_base_model() if policy.lora else source
-        self.model, self.merged = _plain_copy(base, set(lora_layers(base)) if policy.lora else set())
-        if policy.lora:
-            _pack_head(self.model)
-        lean_decoding(self.model)
+        check_sampled(base)
+        self.fast = is_fast(base)
+        """Whether the static cache, packed weights and grouped attention are known to be right for this model."""
+        layers = lora_layers(base) if policy.lora else []
+        self.model, self.merged = _plain_copy(base, layers, pack=self.fast)
+        if sharded and len(self.merged) < len(layers):
+            raise ConfigError("an adapter that is more than LoRA on linear maps cannot be sharded by FSDP2.")
+        if not self.fast:
+            check_decoding(self.model)
+        else:
+            if policy.lora:
+                _pack_head(self.model)
+            lean_decoding(self.model)
         self.own = dict(self.model.named_parameters())
 
     @torch.no_grad()
@@ -52,37 +65,48 @@ class MergedModel:
             if isinstance(linear, Packed):
                 linear.pack(_sum(layer))
             else:
-                linear.weight.copy_(_sum(layer))
+                linear.weight.copy_(_sum(layer))  # type: ignore[operator]
         if self.sharded and not self.policy.lora:
             for name, p in self.policy.model.named_parameters():
                 self.own[name].copy_(whole(p))
 
 
-def _plain_copy(base: Any, layers: set[Any]) -> tuple[Any, list[tuple[nn.Linear | Packed, Any]]]:
-    """The base with its tensors shared and its LoRA ``layers`` replaced, and each replacement with its layer."""
-    named = {name: m for name, m in base.named_modules() if m in layers}
+def _plain_copy(base: Any, layers: Iterable[Any], *, pack: bool) -> tuple[Any, list[tuple[nn.Module, Any]]]:
+    """The base with its tensors shared and its plain LoRA ``layers`` replaced, and each replacement with its layer."""
+    wanted = {layer for layer in layers if _merges(layer)}
+    named = {name: m for name, m in base.named_modules() if m in wanted}
     # deepcopy with every tensor already in the memo copies the modules and shares the tensors.
     memo: dict[int, Any] = {id(t): t for t in (*base.parameters(), *base.buffers())}
     plain = copy.deepcopy(base, memo).eval()
     merged = []
     for name, layer in named.items():
         parent, _, leaf = name.rpartition(".")
-        linear = _merged(name, layer)
+        linear = _merged(layer, pack=pack)
         setattr(plain.get_submodule(parent), leaf, linear)
         merged.append((linear, layer))
     return plain, merged
 
 
-def _merged(name: str, layer: Any) -> nn.Linear | Packed:
-    """A linear map with a weight of its own, as it is before the first update."""
+def _merges(layer: Any) -> bool:
+    """Whether a LoRA layer is a linear map and two matrices; one that is more runs as peft has it."""
+    from peft.tuners.lora import Linear
+    from transformers.pytorch_utils import Conv1D
+
+    plain = type(layer) is Linear and isinstance(layer.get_base_layer(), nn.Linear | Conv1D)
+    return (
+        plain and ADAPTER in layer.lora_A and ADAPTER not in layer.lora_variant and layer.lora_B[ADAPTER].bias is None
+    )
+
+
+def _merged(layer: Any, *, pack: bool) -> nn.Module:
+    """The layer's linear map with a weight of its own, as it is before the first update."""
     inner = layer.get_base_layer()
-    if type(inner) is not nn.Linear:
-        raise ConfigError(f"LoRA on {name}, a {type(inner).__name__}, cannot be sampled from. Use linear lora.targets.")
-    if packs(inner.weight):
+    if pack and type(inner) is nn.Linear and packs(inner.weight):
         return Packed(inner.weight, inner.bias)
-    linear = nn.Linear(inner.in_features, inner.out_features, bias=inner.bias is not None, device="meta")
-    linear.weight = nn.Parameter(inner.weight.detach().clone(), requires_grad=False)
-    linear.bias = inner.bias
+    weight = inner.weight
+    memo: dict[int, Any] = {id(t): t for t in inner.parameters()}
+    linear: nn.Module = copy.deepcopy(inner, memo)
+    linear.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
     return linear
 
 
@@ -94,10 +118,12 @@ def _pack_head(model: Any) -> None:
 
 
 def _sum(layer: Any) -> Tensor:
-    """``W + alpha/r · B A`` of the trained adapter, rounded once."""
-    base = whole(layer.base_layer.weight)
+    """``W + alpha/r · B A`` of the trained adapter, rounded once; transposed where the map keeps its weight so."""
+    base = whole(layer.get_base_layer().weight)
     down, up = (whole(side[ADAPTER].weight) for side in (layer.lora_A, layer.lora_B))
     scale = float(layer.scaling[ADAPTER])
+    if layer.fan_in_fan_out:
+        up, down = down.t(), up.t()
     if base.dtype == down.dtype:
         return torch.addmm(base, up, down, alpha=scale)
     return base.float() + ((up @ down) * scale).float()

@@ -41,7 +41,9 @@ class Sampler:
         self.merged = merged or MergedModel(policy)
         self.model = self.merged.model
         self.end = end_ids(tokenizer, self.model)
-        self.decoder = Decoder(self.model, config.temperature, config.top_p, self.end, int(tokenizer.pad_token_id))
+        self.decoder = Decoder(
+            self.model, config.temperature, config.top_p, self.end, int(tokenizer.pad_token_id), fast=self.merged.fast
+        )
 
     def refresh(self) -> None:
         """Sample from the policy's weights as they are now; every process calls."""

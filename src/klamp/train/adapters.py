@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,39 @@ def check_folder(folder: Path, what: str = "kl.reference") -> dict[str, Any]:
     if found.get("megatron_config"):  # peft would import whatever module megatron_core names
         raise ConfigError(f"{what}: {str(folder)!r} asks for code of its own (megatron_config): refused.")
     return found
+
+
+UNPLAIN = (
+    "use_dora",
+    "lora_bias",
+    "layer_replication",
+    "trainable_token_indices",
+    "target_parameters",
+    "alora_invocation_tokens",
+)
+"""Settings by which an adapter is more than two matrices a layer."""
+BASE_UNTOUCHED = (True, False, "gaussian", "orthogonal", "eva")
+"""Ways to start an adapter that leave the base's weights as they are; PiSSA, OLoRA, CorDA and LoftQ change them."""
+
+
+def is_plain(found: Mapping[str, Any]) -> bool:
+    """Whether an adapter is LoRA matrices and nothing besides, so that switching it off leaves the base itself.
+
+    A bias that was trained along, replicated layers or a start that changes the base stay when the adapter is off.
+    """
+    plain = found.get("bias", "none") == "none" and found.get("init_lora_weights", True) in BASE_UNTOUCHED
+    return plain and not any(found.get(name) for name in UNPLAIN)
+
+
+def load_adapted(model: Any, folder: Path, name: str = ADAPTER) -> Any:
+    """``model`` with the adapter in ``folder`` on it, as peft loads it; an adapter of another base is refused."""
+    from peft import PeftModel
+
+    try:
+        return PeftModel.from_pretrained(model, str(folder), adapter_name=name, is_trainable=False).eval()
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, OSError) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"adapter {str(folder)!r} was not made for this base model: {first}") from None
 
 
 def check_adapter(folder: Path, model: Any) -> None:

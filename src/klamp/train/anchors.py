@@ -20,7 +20,7 @@ from klamp.kernels import head_of
 from klamp.references import AdapterPath, Base, CheckpointStep, Ema, FrozenModel, Periodic, ReferenceSpec, StepLag
 from klamp.sampling.merged_model import ADAPTER
 from klamp.sharded import digest, put, settle
-from klamp.train.adapters import check_adapter, check_folder
+from klamp.train.adapters import check_adapter, check_folder, is_plain, load_adapted
 from klamp.train.batch import Part
 from klamp.train.policy import Anchor, Policy
 
@@ -220,7 +220,7 @@ class SecondModel:
     def states(self, part: Part) -> Anchor:
         if self.on_cpu:
             self.side.to(self.device)
-        return Anchor(self.side(part).hidden, self.side.head)
+        return self.side.anchor(part)
 
     def origin(self) -> Mapping[str, Tensor] | None:
         fixed = isinstance(self.spec, Base) or (isinstance(self.spec, CheckpointStep) and self.spec.step == 0)
@@ -309,6 +309,8 @@ def anchor(
         raise ConfigError(f"kl.reference {spec} is an adapter, and full=true trains without one. Use model:FOLDER.")
     if not policy.lora:
         return SecondModel(policy, copy.deepcopy(policy.model), spec, run, on_cpu=on_cpu)
+    if isinstance(spec, AdapterPath) and not is_plain(check_folder(Path(spec.path))):
+        return SecondModel(policy, _adapted(policy, Path(spec.path), trust_remote_code), spec, run, on_cpu=on_cpu)
     if isinstance(spec, Base) or (isinstance(spec, CheckpointStep) and spec.step == 0):
         return AdapterOff(policy, forward, spec)
     return SecondAdapter(policy, forward, spec, run)
@@ -352,6 +354,19 @@ def _other_model(policy: Policy, name: str, trust: bool) -> nn.Module:
             "tokens. Choose a reference of the same family."
         )
     return model
+
+
+def _adapted(policy: Policy, folder: Path, trust: bool) -> nn.Module:
+    """The base, once more, with an adapter that cannot be switched inside the policy's model."""
+    from klamp.models import load_model
+
+    model: Any = policy.model
+    check_adapter(folder, model)
+    p = next(model.parameters())
+    name = model.peft_config[ADAPTER].base_model_name_or_path
+    base = load_model(name, dtype=p.dtype, device=str(p.device), trust_remote_code=trust)
+    adapted: nn.Module = load_adapted(base, folder)
+    return adapted
 
 
 def _vocabulary(model: nn.Module) -> int:

@@ -391,9 +391,13 @@ class Learner:
     def _forward(self, piece: Part) -> Any:
         return self.module(piece)
 
+    @property
+    def rounds(self) -> bool:
+        """Whether forward passes are taken in bfloat16, whatever the weights are."""
+        return self.device.type == "cuda" and self.config.dtype != "float32"
+
     def _autocast(self) -> Any:
-        on = self.device.type == "cuda" and self.config.dtype != "float32"
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=on)
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.rounds)
 
     @contextlib.contextmanager
     def _sync(self, *, last: bool) -> Iterator[None]:

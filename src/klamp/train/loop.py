@@ -98,7 +98,7 @@ class Trainer:
                 scored = self.scorer(rollout.prompts, rollout.completions, rollout.columns)
                 clock.lap("reward")
                 if step == 1 and self.config.preflight:
-                    preflight(self.learner, rollout)
+                    preflight(self.learner, rollout, sampled=True)
                 outcome = self.learner.step(step, rollout, scored)
                 self.sampler.refresh()
                 clock.lap("update")

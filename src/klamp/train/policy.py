@@ -35,12 +35,15 @@ class States(NamedTuple):
 
 
 class Anchor(NamedTuple):
-    """The reference's states for a part, and the head they go through (None: the policy's own)."""
+    """The reference's states for a part, and the head they go through."""
 
     states: Tensor
     head: HeadSpec | None = None
+    """None: the policy's own, or there is none to go through (``logits``)."""
     words: Words | None = None
     """Its log-probs of all words, where they are kept."""
+    logits: bool = False
+    """Whether the states are another model's logits."""
 
 
 class Policy(nn.Module):
@@ -57,11 +60,11 @@ class Policy(nn.Module):
         """The LoRA layers."""
         self.states_of = Backbone()
         self.find_layers()
+        self.linear_head, width = probe_head(model)
+        """Whether the head was seen to be a linear map, with a scale and a soft cap at most."""
         self.value: nn.Linear | None = None
         if value_head:
-            config: Any = model.config
-            hidden = int(config.get_text_config().hidden_size)
-            self.value = nn.Linear(hidden, 1, device=next(model.parameters()).device, dtype=torch.float32)
+            self.value = nn.Linear(width, 1, device=next(model.parameters()).device, dtype=torch.float32)
             nn.init.zeros_(self.value.weight)
             nn.init.zeros_(self.value.bias)
 
@@ -80,14 +83,16 @@ class Policy(nn.Module):
 
     @property
     def head(self) -> HeadSpec | None:
-        """The head, read anew: a framework may have replaced its weight."""
-        return head_of(self.model)
+        """The head, read anew: a framework may have replaced its weight. None: logits are the model's own business."""
+        return head_of(self.model) if self.linear_head else None
 
     def forward(self, part: Part, *, values: bool = False) -> States:
         """States before each token of ``part``; ``values`` asks for the value head too."""
         head = self.head
         if head is None:
-            out = self.model(**inputs_of(part), use_cache=False, output_hidden_states=values)
+            model: Any = self.model
+            inner = model.get_base_model() if hasattr(model, "peft_config") else model
+            out = model(**inputs_of(inner, part), use_cache=False, output_hidden_states=values)
             before = slice(part.first - 1, part.ids.shape[1] - 1)
             hidden, last = out.logits[:, before], out.hidden_states[-1][:, before] if values else None
         else:
@@ -97,6 +102,11 @@ class Policy(nn.Module):
         if not values or self.value is None or last is None:
             return States(hidden)
         return States(hidden, self.value(last.float()).squeeze(-1))
+
+    def anchor(self, part: Part) -> Anchor:
+        """This model's states as another's reference: with its own head, or as logits."""
+        head = self.head
+        return Anchor(self(part).hidden, head, logits=head is None)
 
     def stats(self, part: Part, states: Tensor, reference: Anchor | None) -> TokenStats:
         """Log-probs, exact KL and entropy of the tokens of ``part`` at the sampling temperature."""
@@ -145,23 +155,50 @@ def score(
     head: HeadSpec | None, states: Tensor, part: Part, reference: Anchor | None, temperature: float
 ) -> TokenStats:
     """Log-probs, exact KL and entropy of the tokens of ``part`` from one model's states against another's."""
-    ref = None if reference is None else reference.states
+    given: dict[str, Any] = {"mask": part.mask, "temperature": temperature}
     if head is not None and reference is not None and reference.words is not None:
         return kept_stats(head, states, part.tokens, part.mask, reference.words, temperature)
-    if head is None:
-        return token_stats_from_logits(states, part.tokens, ref_logits=ref, mask=part.mask, temperature=temperature)
-    other = None if reference is None else reference.head
+    if reference is None:
+        if head is None:
+            return token_stats_from_logits(states, part.tokens, **given)
+        return token_stats(states, head.weight, part.tokens, **given, **head.options())
+    other = head if reference.head is None and not reference.logits else reference.head
+    if head is None or other is None or head.softcap != other.softcap:
+        own, ref = (z if h is None else h.logits(z) for h, z in ((head, states), (other, reference.states)))
+        return token_stats_from_logits(own, part.tokens, ref_logits=ref, **given)
+    # One scale serves both sides of a kernel; what the reference's differs by goes into its states: s' h = s (s'/s) h.
+    factor = other.logit_scale / head.logit_scale
     return token_stats(
         states,
         head.weight,
         part.tokens,
-        ref_hidden=ref,
-        ref_head=None if other is None else other.weight,
-        ref_bias=None if other is None else other.bias,
-        mask=part.mask,
-        temperature=temperature,
+        ref_hidden=reference.states if factor == 1 else reference.states * factor,
+        ref_head=None if other is head else other.weight,
+        ref_bias=None if other is head else other.bias if factor == 1 or other.bias is None else other.bias * factor,
+        **given,
         **head.options(),
     )
+
+
+@torch.no_grad()
+def probe_head(model: Any) -> tuple[bool, int]:
+    """Whether the model's logits are those of the head that its attributes show, and the width of what it is put on.
+
+    A model may do more with its logits than an attribute says, so it is run once on a few tokens.
+    """
+    embedded = model.get_input_embeddings().weight
+    tokens = torch.arange(min(4, len(embedded)), device=embedded.device)[None]
+    head = head_of(model, tokens)
+    if head is not None:
+        return True, int(head.weight.shape[1])
+    training = [m for m in model.modules() if m.training]
+    model.eval()
+    try:
+        width = model(input_ids=tokens, output_hidden_states=True).hidden_states[-1].shape[-1]
+    finally:
+        for module in training:
+            module.training = True
+    return False, int(width)
 
 
 def build(model: nn.Module, config: TrainConfig) -> Policy:
@@ -179,15 +216,38 @@ def build(model: nn.Module, config: TrainConfig) -> Policy:
     )
 
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
+"""What configurations call the number of a layer's experts."""
+MIXERS = ("attn", "attention", "mixer", "mamba", "linear_attn", "conv")
+"""Parts of the names of modules that mix tokens: attention, and what takes its place."""
+
+
+def lora_targets(model: nn.Module, given: str) -> Any:
+    """The modules that get an adapter: the names given, or all linear maps, with experts those of attention alone.
+
+    The experts' weights are one tensor a layer and each sees few tokens; routers decide which. Both stay as they are.
+    """
+    if given != "all-linear":
+        return [t.strip() for t in given.split(",") if t.strip()]
+    config: Any = model.config
+    text = config.get_text_config()
+    if not any(isinstance(n := getattr(text, name, None), int) and n > 1 for name in EXPERTS):
+        return given
+    mixing = [
+        name
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Linear) and any(part in piece for piece in name.split(".")[:-1] for part in MIXERS)
+    ]
+    return mixing or given
+
+
 def add_lora(model: nn.Module, config: TrainConfig) -> nn.Module:
     """A LoRA adapter without dropout on the chosen layers, in float32 whatever the base is."""
     from peft import LoraConfig, TaskType, get_peft_model
 
     if hasattr(model, "peft_config"):
         raise ConfigError("the model already has an adapter. Name its base as model and the adapter as kl.reference.")
-    targets: Any = config.lora.targets
-    if targets != "all-linear":
-        targets = [t.strip() for t in targets.split(",") if t.strip()]
+    targets = lora_targets(model, config.lora.targets)
     settings = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         r=config.lora.rank,
@@ -195,6 +255,7 @@ def add_lora(model: nn.Module, config: TrainConfig) -> nn.Module:
         lora_dropout=0.0,
         target_modules=targets,
         bias="none",
+        fan_in_fan_out=any(type(m).__name__ == "Conv1D" for m in model.modules()),  # GPT-2 keeps its weights transposed
     )
     try:
         return get_peft_model(model, settings, adapter_name=ADAPTER)

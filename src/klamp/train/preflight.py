@@ -18,7 +18,7 @@ from klamp.masked import sum_count
 from klamp.references import Base, CheckpointStep, Ema, Periodic, StepLag
 from klamp.sharded import share, whole
 from klamp.train.algorithms import needs_look, prepare
-from klamp.train.batch import Rollout
+from klamp.train.batch import Rollout, part
 from klamp.train.data import mix
 from klamp.train.learner import Learner
 from klamp.train.rewards import Scored
@@ -27,24 +27,37 @@ ROWS = 8
 """Sequences looked at."""
 SAME = {torch.float32: 1e-5, torch.bfloat16: 1e-4, torch.float16: 1e-4}
 """Nats per token within which a policy and a reference of the same weights agree."""
+APART = {torch.float32: (1e-4, 1e-3), torch.float64: (1e-7, 1e-6)}
+"""Nats by which two ways to the same log-prob may differ, on average and at most: float32 rounds at 1e-7, a log-prob is
+the difference of logits of size 20 behind some tens of layers."""
+COARSE = 0.05, 1.0
+"""The same in bfloat16, which rounds at 0.004: logits of size 20 move by 0.1, and by several times that where weights
+were rounded once more when an adapter was merged into them. A way that is wrong is off by nats on most tokens."""
 
 
 class PreflightError(KlampError, RuntimeError):
     """The KL term would not do what it is there for."""
 
 
-def preflight(learner: Learner, rollout: Rollout) -> dict[str, float]:
-    """Check dropout, agreement at the start, and that the price reaches the update; returns what was measured."""
+def preflight(learner: Learner, rollout: Rollout, *, sampled: bool = False) -> dict[str, float]:
+    """Check dropout, agreement at the start, and that the price reaches the update; returns what was measured.
+
+    ``sampled`` says that klamp's own sampler drew the rollout from the policy as it is: then both must agree on it.
+    """
     rollout = _few(rollout).to(learner.device)
     _no_dropout(learner)
-    kl = _start_kl(learner, rollout)
+    with torch.no_grad():
+        look = learner._look(rollout, learner._anchors(rollout))
+    kl = _start_kl(learner, rollout, look.kl)
+    padding = _padding_gap(learner, rollout, look.logp)
+    sampler = _sampler_gap(learner, rollout, look.logp) if sampled else math.nan
     pull = _pull(learner, rollout)
     if not pull > 0:
         raise PreflightError(
             "the price of KL does not reach the update: away from the reference its gradient is zero. Check that the "
             f"trained weights are part of the graph and kl.placement={learner.config.kl.placement!r} is meant."
         )
-    return {"preflight/kl": kl, "preflight/pull": pull}
+    return {"preflight/kl": kl, "preflight/pull": pull, "preflight/padding": padding, "preflight/sampler": sampler}
 
 
 def _no_dropout(learner: Learner) -> None:
@@ -53,11 +66,62 @@ def _no_dropout(learner: Learner) -> None:
         raise PreflightError(f"dropout is on in {active[0]} ({len(active)} such): it would read as KL. Set it to 0.")
 
 
+def _sampler_gap(learner: Learner, rollout: Rollout, logp: Tensor) -> float:
+    """The largest difference between the sampler's log-probs and the trainer's, token by token."""
+    known = rollout.mask & torch.isfinite(rollout.sampler_logp)
+    # A nucleus of probability p at least is what was drawn from: its log-probs are higher by -log p at most.
+    cut = -math.log(learner.config.rollout.top_p)
+    gap = rollout.sampler_logp - logp
+    far = torch.where(known, torch.maximum(gap - cut, -gap).clamp(min=0), torch.zeros_like(gap))
+    return _within(
+        learner,
+        far,
+        known,
+        "sampler and trainer differ",
+        "The completions are not drawn from the policy that is trained: klamp's sampler does not know this model.",
+    )
+
+
 @torch.no_grad()
-def _start_kl(learner: Learner, rollout: Rollout) -> float:
+def _padding_gap(learner: Learner, rollout: Rollout, logp: Tensor) -> float:
+    """The largest difference between log-probs in the batch and those of two of its sequences alone, unpadded."""
+    lengths = rollout.attention.sum(1)
+    far, seen = torch.zeros_like(logp), torch.zeros_like(rollout.mask)
+    for row in (int(lengths.argmin()), int(lengths.argmax())):
+        piece = part(rollout, torch.tensor([row], device=learner.device))
+        with learner._autocast():
+            alone = learner.policy.stats(piece, learner.module(piece).hidden, None).logp
+        piece.put(far, torch.where(piece.mask, (alone - piece.of(logp)).abs(), torch.zeros_like(alone)))
+        piece.put(seen, piece.mask)
+    return _within(
+        learner,
+        far,
+        seen,
+        "a sequence in a batch and the same one alone differ",
+        "The model does not see which tokens are padding. Use prompts of one length, or another model.",
+    )
+
+
+def _within(learner: Learner, far: Tensor, counted: Tensor, what: str, why: str) -> float:
+    """The largest of ``far``, refused beyond what the rounding of the dtype can do."""
+    if not bool(counted.any()):
+        return 0.0
+    dtype = next(learner.policy.model.parameters()).dtype
+    mean_bound, bound = APART.get(dtype, COARSE) if not learner.rounds else COARSE
+    far = far.nan_to_num(torch.inf)
+    mean, largest = float(far[counted].mean()), float(far[counted].max())
+    if mean > mean_bound or largest > bound:
+        row, column = divmod(int(torch.where(counted, far, -1.0).argmax()), far.shape[1])
+        raise PreflightError(
+            f"{what} by {largest:.2g} nats on token {column + 1} of completion {row + 1} ({mean:.2g} on average); "
+            f"rounding explains {bound:g} ({mean_bound:g} on average). {why} preflight=false trains all the same."
+        )
+    return largest
+
+
+def _start_kl(learner: Learner, rollout: Rollout, token_kl: Tensor) -> float:
     """Mean exact KL per token before any update; 0 when policy and reference are the same weights."""
-    look = learner._look(rollout, learner._anchors(rollout))
-    total, count = sum_count(look.kl, rollout.mask)
+    total, count = sum_count(token_kl, rollout.mask)
     kl = float(total / count.clamp(min=1))
     if not math.isfinite(kl):
         raise PreflightError(

@@ -33,7 +33,8 @@ class Recall:
         """
         self.states, self.rollout, self.size, self.agree, self.words_of = states, rollout, size, agree, words_of
         self.kept: Tensor | None = None
-        self.head: HeadSpec | None = None
+        self.like: Anchor | None = None
+        """Any of the states kept: they all go through one head."""
         self.words: Words | None = None
         self.too_large = False
 
@@ -43,25 +44,28 @@ class Recall:
         if self.kept is None:
             return self.states(piece)
         words = None if self.words is None else self.words._replace(at=piece.of(self.words.at))
-        return Anchor(piece.of(self.kept), self.head, words)
+        assert self.like is not None
+        return self.like._replace(states=piece.of(self.kept), words=words)
 
     def _fill(self) -> None:
         rollout = self.rollout
         everything = torch.arange(len(rollout), device=rollout.ids.device)
         for piece in parts(rollout, everything, self.size):
-            states, head, _ = self.states(piece)
+            found = self.states(piece)
+            states = found.states
             if self.kept is None:
                 size = rollout.mask.numel() * states.shape[-1] * states.element_size()
                 self.too_large = self.agree(size > CACHE_BYTES)
                 if self.too_large:
                     return
-                self.kept, self.head = states.new_zeros(*rollout.mask.shape, states.shape[-1]), head
+                self.kept, self.like = states.new_zeros(*rollout.mask.shape, states.shape[-1]), found
             piece.put(self.kept, states)
         if self.kept is not None:
             self._fill_words(self.kept)
 
     def _fill_words(self, states: Tensor) -> None:
         mask = self.rollout.mask
-        logp = self.words_of(states[mask], self.head)
+        assert self.like is not None
+        logp = None if self.like.logits else self.words_of(states[mask], self.like.head)
         if logp is not None:
             self.words = Words(logp, (mask.flatten().cumsum(0) - 1).view(mask.shape))

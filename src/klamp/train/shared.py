@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from klamp.sampling.caches import accepted, positions_of
+from klamp.sampling.families import FAST
 from klamp.sampling.prompts import Layout, layout, plain_cache, sees
 from klamp.train.batch import Part
 
@@ -72,16 +74,16 @@ def worthwhile(part: Part, found: Layout, config: Any) -> bool:
     return width >= 0 and saved >= SAVED and outweighs  # a part may have no column of tokens at all
 
 
-def inputs_of(part: Part) -> dict[str, Tensor]:
-    """What a model is called with: ids, mask, and positions that do not count padding."""
+def inputs_of(model: Any, part: Part) -> dict[str, Tensor]:
+    """What a model is called with: ids, mask, and positions that do not count padding, where it takes them."""
     attention = part.attention.long()
-    positions = (attention.cumsum(-1) - 1).clamp(min=0)
-    return {"input_ids": part.ids, "attention_mask": attention, "position_ids": positions}
+    found = {"input_ids": part.ids, "attention_mask": attention}
+    return found | accepted(model, position_ids=positions_of(attention))
 
 
 def states_whole(backbone: nn.Module, part: Part) -> Tensor:
     """[n, c, H] states before each token, every sequence from its beginning."""
-    found: Tensor = backbone(**inputs_of(part), use_cache=False).last_hidden_state
+    found: Tensor = backbone(**inputs_of(backbone, part), use_cache=False).last_hidden_state
     return found[:, part.first - 1 : part.ids.shape[1] - 1]
 
 
@@ -95,7 +97,7 @@ def states_shared(backbone: nn.Module, part: Part, found: Layout) -> Tensor:
         tails = x.new_zeros(len(found.rows) * found.tails, end - first).index_copy(0, at, x[:, first:end])
         return torch.cat([x[found.rows, :first], tails.view(len(found.rows), -1)], 1)
 
-    inputs = {name: rows(x) for name, x in inputs_of(part).items()}
+    inputs = {name: rows(x) for name, x in inputs_of(backbone, part).items()}
     real = inputs["attention_mask"].bool()[:, None, None, :]
     seen = sees(first, found.tails, end - first, real)
     # SDPA adds numbers to its scores; of booleans it would make them in every layer, forwards and backwards.
@@ -108,12 +110,13 @@ def states_shared(backbone: nn.Module, part: Part, found: Layout) -> Tensor:
 
 
 @torch.no_grad()
-def agrees(backbone: nn.Module, part: Part) -> bool:
+def agrees(backbone: Any, part: Part) -> bool:
     """Whether the model gives the same states in both layouts on a few sequences, up to rounding.
 
-    One that has its own way with masks or positions is off by the size of the states themselves, or refuses.
+    One that has its own way with masks or positions is off by the size of the states themselves, or refuses. A family
+    that is not known is not tried: it may be the same here and another on longer sequences.
     """
-    if plain_cache(backbone.config) is None:
+    if backbone.config.model_type not in FAST or plain_cache(backbone.config) is None:
         return False
     few = replace(part, **{k: getattr(part, k)[:TRIED] for k in ("rows", "ids", "attention", "mask")})
     one = states_whole(backbone, few)[few.mask]

@@ -1,0 +1,191 @@
+"""Where the keys and values of a decoding step stay: a static cache with a captured graph, or transformers' own.
+
+``StaticSteps`` is the fast way, for the families of :mod:`~klamp.sampling.families`. Every layer keeps all columns, one
+with a sliding window too: what its window hides, its mask hides. ``DynamicSteps`` is the plain way and the
+specification of the fast one: transformers' own cache and a mask over padding, and nothing else of klamp's.
+
+Shapes: n sequences, P distinct prompts, W columns of the static cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from klamp.sampling.prompts import layout, sees
+
+
+def accepted(model: Any, **inputs: Any) -> dict[str, Any]:
+    """Those of ``inputs`` that the model's forward names; others it would pass on or choke on."""
+    kind: Any = type(model)
+    names = _parameters(kind)
+    return {name: value for name, value in inputs.items() if name in names}
+
+
+@functools.cache
+def _parameters(kind: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(kind.forward).parameters)
+
+
+def positions_of(attention: Tensor) -> Tensor:
+    """[n, L] positions that do not count padding."""
+    return (attention.long().cumsum(-1) - 1).clamp(min=0)
+
+
+class DynamicSteps:
+    """Prefill and steps over ``DynamicCache``; the mask is [n, columns so far]."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.cache: Any = None
+
+    def prefill(self, ids: Tensor, attention: Tensor) -> Tensor:
+        """Logits after each prompt."""
+        from transformers.cache_utils import DynamicCache
+
+        self.cache = DynamicCache(config=self.model.config)
+        self.attention = attention.long()
+        self.position = positions_of(attention)[:, -1:]
+        return self._forward(ids, positions_of(attention))
+
+    def step(self, token: Tensor) -> Tensor:
+        """Logits after ``token`` [n]."""
+        self.attention = torch.cat([self.attention, self.attention.new_ones(len(token), 1)], 1)
+        self.position = self.position + 1
+        return self._forward(token[:, None], self.position)
+
+    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        options = accepted(self.model, position_ids=positions, logits_to_keep=1)
+        cached: dict[str, Any] = {"past_key_values": self.cache, "use_cache": True}
+        out = self.model(input_ids=ids, attention_mask=self.attention, **cached, **options)
+        return out.logits[:, -1]  # type: ignore[no-any-return]
+
+
+class StaticSteps:
+    """Static cache, mask and positions for one shape, and on a GPU the graph of a step over them."""
+
+    def __init__(self, model: Any, rows: int, width: int) -> None:
+        from transformers.cache_utils import StaticCache
+
+        device = next(model.parameters()).device
+        self.model, self.width = model, width
+        self.cache: Any = StaticCache(config=model.config, max_cache_len=width)
+        self.one_mask = not keep_all(self.cache, width) and attention_of(model) != "eager"
+        """Whether every layer sees the same, and takes it as booleans; transformers makes the masks where not."""
+        self.visible = torch.zeros(rows, width, dtype=torch.bool, device=device)
+        self.position = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        self.token = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        self.column = torch.zeros(1, dtype=torch.long, device=device)
+        self.graph: Any = None
+        self.logits: Tensor | None = None
+
+    def prefill(self, ids: Tensor, attention: Tensor) -> Tensor:
+        """Logits after each prompt, whose keys and values go into an emptied cache."""
+        self._begin(attention)
+        if ids.device.type == "cpu":
+            return self._prefill_once(ids, attention)
+        mask, prompt = self.visible, ids.shape[1]
+        if self.one_mask:
+            causal = torch.ones(prompt, self.width, dtype=torch.bool, device=ids.device).tril()
+            # A padding query sees itself, so that no row of the softmax is empty.
+            own = torch.eye(prompt, self.width, dtype=torch.bool, device=ids.device)
+            mask = (self.visible[:, None, None, :] | own) & causal
+        return self._logits(ids, mask, positions_of(attention), self.cache)
+
+    def _prefill_once(self, ids: Tensor, attention: Tensor) -> Tensor:
+        """The same with each distinct prompt computed once and handed to all of its sequences."""
+        from transformers.cache_utils import DynamicCache
+
+        rows, which, *_ = layout(ids, attention)
+        real = attention[rows]
+        cache: Any = DynamicCache(config=self.model.config)
+        keep_all(cache)
+        mask = sees(ids.shape[1], 0, 0, real[:, None, None, :]) if self.one_mask else real
+        logits = self._logits(ids[rows], mask, positions_of(real), cache)
+        for index, layer in enumerate(cache.layers):
+            self.cache.update(layer.keys.index_select(0, which), layer.values.index_select(0, which), index)
+        return logits.index_select(0, which)
+
+    def _begin(self, attention: Tensor) -> None:
+        """Forget the last batch: an empty cache in which the prompt's real tokens are visible."""
+        self.cache.reset()
+        self.visible.zero_()
+        self.visible[:, : attention.shape[1]] = attention
+        self.column.fill_(attention.shape[1])
+        self.position.copy_(positions_of(attention)[:, -1:] + 1)
+
+    def step(self, token: Tensor) -> Tensor:
+        """Logits after ``token`` [n], which goes into the next column of the cache."""
+        self.token.copy_(token[:, None])
+        if self.token.device.type != "cuda":
+            return self._forward()
+        if self.graph is None:
+            self._capture()
+        self.graph.replay()
+        assert self.logits is not None
+        return self.logits
+
+    def _forward(self) -> Tensor:
+        self.visible.index_fill_(1, self.column, True)
+        mask = self.visible[:, None, None, :] if self.one_mask else self.visible
+        logits = self._logits(self.token, mask, self.position, self.cache)
+        self.position.add_(1)
+        self.column.add_(1)
+        return logits
+
+    def _logits(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
+        places: dict[str, Any] = {"attention_mask": mask, "position_ids": positions}
+        found: Tensor = self.model(
+            input_ids=ids, **places, past_key_values=cache, use_cache=True, logits_to_keep=1
+        ).logits
+        return found[:, -1]
+
+    def _capture(self) -> None:
+        """Record one step as a graph. Warm-up steps and the recording move the state; it is put back after each."""
+        saved = self._state()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self._forward()
+                _restore(saved)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.logits = self._forward()
+        _restore(saved)
+
+    def _state(self) -> list[tuple[Tensor, Tensor]]:
+        """Every tensor a step changes besides the cache's columns to come, with its value."""
+        moving = [self.visible, self.position, self.column]
+        moving += [
+            t for layer in self.cache.layers if isinstance(t := getattr(layer, "cumulative_length", None), Tensor)
+        ]
+        return [(t, t.clone()) for t in moving]
+
+
+def _restore(saved: list[tuple[Tensor, Tensor]]) -> None:
+    for tensor, value in saved:
+        tensor.copy_(value)
+
+
+def attention_of(model: Any) -> str:
+    """The name of the model's attention implementation."""
+    return str(model.config.get_text_config()._attn_implementation)
+
+
+def keep_all(cache: Any, width: int | None = None) -> bool:
+    """Put a layer that keeps every column in place of each that keeps a window of them; whether there was one."""
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+
+    windows = [
+        i for i, x in enumerate(cache.layers) if type(x) in (DynamicSlidingWindowLayer, StaticSlidingWindowLayer)
+    ]
+    for i in windows:
+        kind: Any = DynamicLayer if width is None else functools.partial(StaticLayer, max_cache_len=width)
+        cache.layers[i] = kind()
+    return bool(windows)
