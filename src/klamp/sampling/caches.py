@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from typing import Any
 
 import torch
@@ -81,6 +82,8 @@ class StaticSteps:
         self.token = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.column = torch.zeros(1, dtype=torch.long, device=device)
         self.graph: Any = None
+        self.captures = device.type == "cuda"
+        """Whether a step is recorded as a graph and replayed."""
         self.logits: Tensor | None = None
 
     def prefill(self, ids: Tensor, attention: Tensor) -> Tensor:
@@ -121,10 +124,10 @@ class StaticSteps:
     def step(self, token: Tensor) -> Tensor:
         """Logits after ``token`` [n], which goes into the next column of the cache."""
         self.token.copy_(token[:, None])
-        if self.token.device.type != "cuda":
-            return self._forward()
-        if self.graph is None:
+        if self.captures and self.graph is None:
             self._capture()
+        if not self.captures:
+            return self._forward()
         self.graph.replay()
         assert self.logits is not None
         return self.logits
@@ -155,8 +158,14 @@ class StaticSteps:
                 _restore(saved)
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.logits = self._forward()
+        try:
+            with torch.cuda.graph(self.graph):
+                self.logits = self._forward()
+        except RuntimeError as error:  # a step that waits for the device, such as a loop over the experts that were hit
+            self.graph, self.captures = None, False
+            torch.cuda.synchronize()
+            first = (str(error).splitlines() or [""])[0][:120]
+            warnings.warn(f"a decoding step of {type(self.model).__name__} runs uncaptured: {first}", stacklevel=2)
         _restore(saved)
 
     def _state(self) -> list[tuple[Tensor, Tensor]]:

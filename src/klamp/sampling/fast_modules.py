@@ -10,6 +10,8 @@ from torch.nn import functional
 
 NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
 """Norms known to be ``w · x / rms(x)``, the product taken after rounding to the input's dtype."""
+WIDE_NORMS = {"GemmaRMSNorm": 1.0, "Gemma2RMSNorm": 1.0, "Gemma3RMSNorm": 1.0, "GptOssRMSNorm": 0.0}
+"""Norms known to be ``(s + w) · x / rms(x)`` in float32, rounded at the end, with their s."""
 GROUPED = "klamp_grouped"
 """Name of :func:`grouped_attention` among transformers' attention functions."""
 
@@ -34,12 +36,39 @@ class NormForward:
         return functional.rms_norm(x, weight.shape, weight, self.norm.variance_epsilon).to(x.dtype)
 
 
-def lean_norms(model: nn.Module) -> None:
-    """Every RMSNorm of a known kind takes :class:`NormForward`."""
+class WideNormForward:
+    """``(s + w) · x / sqrt(mean(x²) + eps)`` in float32, rounded once to the dtype of x."""
+
+    def __init__(self, norm: Any, shift: float) -> None:
+        self.norm, self.shift = norm, shift
+        self.eps = float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
+        self.kept: tuple[Tensor, int, Tensor] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight = self._weight()
+        return functional.rms_norm(x.float(), weight.shape, weight, self.eps).type_as(x)
+
+    def _weight(self) -> Tensor:
+        """``s + w``, computed once for a weight that does not train."""
+        own: Tensor = self.norm.weight
+        if own.requires_grad:
+            return own.float() + self.shift
+        if self.kept is None or self.kept[0] is not own or self.kept[1] != own._version:
+            self.kept = own, own._version, own.float() + self.shift
+        return self.kept[2]
+
+
+def lean_norms(model: nn.Module, *, rounded: bool = True) -> None:
+    """Every RMSNorm of a known kind takes :class:`NormForward`, where ``rounded``, or :class:`WideNormForward`."""
     modules: Iterable[Any] = model.modules()
     for module in modules:
-        if type(module).__name__ in NORMS and not isinstance(module.forward, NormForward):
+        name = type(module).__name__
+        if isinstance(module.forward, NormForward | WideNormForward):
+            continue
+        if rounded and name in NORMS:
             module.forward = NormForward(module)
+        elif name in WIDE_NORMS:
+            module.forward = WideNormForward(module, WIDE_NORMS[name])
 
 
 def grouped_attention(
@@ -73,8 +102,7 @@ def lean_decoding(model: Any) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    if next(model.parameters()).device.type == "cuda":  # on a CPU the composed norm is as fast
-        lean_norms(model)
+    lean_norms(model, rounded=next(model.parameters()).device.type == "cuda")  # on a CPU theirs are as fast
     if model.config._attn_implementation == "sdpa":
         AttentionInterface.register(GROUPED, grouped_attention)
         AttentionMaskInterface.register(GROUPED, sdpa_mask)

@@ -41,6 +41,7 @@ class Sampler:
         self.merged = merged or MergedModel(policy)
         self.model = self.merged.model
         self.end = end_ids(tokenizer, self.model)
+        self.stretch = stretch_of(self.model.config)
         self.decoder = Decoder(
             self.model, config.temperature, config.top_p, self.end, int(tokenizer.pad_token_id), fast=self.merged.fast
         )
@@ -55,7 +56,7 @@ class Sampler:
         config = self.config
         repeated = [list(p) for p in prompts for _ in range(config.group_size)]
         device = next(self.model.parameters()).device
-        self._fits(max(map(len, repeated), default=0))
+        self.check(prompts)
         ids, attention = _pad_left(repeated, int(self.tokenizer.pad_token_id), device)
         size = config.chunk or len(ids)
         pieces = [
@@ -85,11 +86,28 @@ class Sampler:
         rows = [row[keep].tolist() for row, keep in zip(tokens.cpu(), mask.cpu(), strict=True)]
         return list(self.tokenizer.batch_decode(rows, skip_special_tokens=True))
 
-    def _fits(self, prompt: int) -> None:
-        if self.context is not None and prompt + self.config.max_tokens > self.context:
+    def check(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Refuse prompts that are too long for the model, or hold tokens that it does not know."""
+        shortest, longest = min(map(len, prompts), default=0), max(map(len, prompts), default=0)
+        length = self.config.max_tokens
+        if self.context is not None and longest + length > self.context:
             raise ConfigError(
-                f"a prompt of {prompt} tokens and rollout.max_tokens={self.config.max_tokens} exceed the model's "
-                f"context of {self.context}. Shorten the prompt or lower max_tokens."
+                f"a prompt of {longest} tokens and rollout.max_tokens={length} exceed the model's context of "
+                f"{self.context}. Shorten the prompt or lower max_tokens."
+            )
+        # Beyond this length all positions are scaled otherwise, those that are cached too.
+        if self.stretch is not None and shortest <= self.stretch < longest + length:
+            raise ConfigError(
+                f"prompts of {shortest} to {longest} tokens and rollout.max_tokens={length} cross {self.stretch}, "
+                "where the model's LongRoPE changes the positions of the whole sequence. Stay below it, or above."
+            )
+        known = self.model.get_input_embeddings().weight.shape[0]
+        largest = max((max(p, default=0) for p in (*prompts, (self.decoder.pad,))), default=0)
+        if largest >= known:
+            name = self.tokenizer.convert_ids_to_tokens(largest)
+            raise ConfigError(
+                f"token {largest} ({name!r}) is beyond the model's {known} embeddings: the tokenizer is larger than "
+                "the model. Resize the embeddings, or use the tokenizer that belongs to the model."
             )
 
 
@@ -105,6 +123,20 @@ def context_of(model: Any) -> int | None:
     """The longest sequence the model was made for, where it says so."""
     length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return int(length) if length else None
+
+
+def stretch_of(config: Any) -> int | None:
+    """Tokens beyond which LongRoPE takes its other set of factors, for all positions of the sequence; None: never."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    flat = [rope, *(v for v in rope.values() if isinstance(v, dict))]
+    if not any((r.get("rope_type") or r.get("type")) == "longrope" for r in flat):
+        return None
+    found = next(
+        (r["original_max_position_embeddings"] for r in flat if r.get("original_max_position_embeddings")), None
+    )
+    found = found or getattr(text, "original_max_position_embeddings", None)
+    return int(found) if found else None
 
 
 def _pad_left(rows: list[list[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:

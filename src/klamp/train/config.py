@@ -288,6 +288,8 @@ class OptimConfig:
     """Gradients are clipped to this norm; 0: not at all."""
     micro_batch: int = 0
     """Sequences a forward pass; 0: the whole share at once. It changes memory, not the result."""
+    checkpointing: bool = False
+    """Keep the states between layers only and compute the rest again for the gradient: less memory, more time."""
     on_nonfinite: Literal["skip", "stop"] = "skip"
     """A step whose loss or gradient is not finite is skipped and counted, or stops the run."""
 

@@ -75,6 +75,7 @@ class Trainer:
         with _together(self.accelerator, config):
             self.learner = _learner(config, self.accelerator)
         self.sampler = Sampler(self.learner.policy, self.tokenizer, config.rollout, context, self.learner.merged)
+        self.sampler.check(self.encoded)
         self.display = Display(config.steps, quiet=quiet or not self.accelerator.is_main_process)
         self.stop = Stop(told=not self.display.quiet)
 

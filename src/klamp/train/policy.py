@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from klamp.errors import ConfigError
 from klamp.kernels import HeadSpec, TokenStats, head_of, token_stats, token_stats_from_logits
+from klamp.sampling.families import check_sampled
 from klamp.sampling.fast_modules import lean_norms, lora_layers
 from klamp.sampling.merged_model import ADAPTER
 from klamp.train import lean
@@ -90,9 +91,8 @@ class Policy(nn.Module):
         """States before each token of ``part``; ``values`` asks for the value head too."""
         head = self.head
         if head is None:
-            model: Any = self.model
-            inner = model.get_base_model() if hasattr(model, "peft_config") else model
-            out = model(**inputs_of(inner, part), use_cache=False, output_hidden_states=values)
+            inputs = inputs_of(inner_of(self.model), part)
+            out = self.model(**inputs, use_cache=False, output_hidden_states=values)
             before = slice(part.first - 1, part.ids.shape[1] - 1)
             hidden, last = out.logits[:, before], out.hidden_states[-1][:, before] if values else None
         else:
@@ -188,21 +188,31 @@ def probe_head(model: Any) -> tuple[bool, int]:
     """
     embedded = model.get_input_embeddings().weight
     tokens = torch.arange(min(4, len(embedded)), device=embedded.device)[None]
-    head = head_of(model, tokens)
-    if head is not None:
-        return True, int(head.weight.shape[1])
     training = [m for m in model.modules() if m.training]
     model.eval()
     try:
-        width = model(input_ids=tokens, output_hidden_states=True).hidden_states[-1].shape[-1]
+        head = head_of(model, tokens)
+        if head is not None:
+            return True, int(head.weight.shape[1])
+        return False, int(model(input_ids=tokens, output_hidden_states=True).hidden_states[-1].shape[-1])
+    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        name, said = type(inner_of(model)).__name__, " ".join(str(error).split())[:200]
+        raise ConfigError(f"{name} cannot be run on token ids alone: {type(error).__name__}: {said}") from error
     finally:
         for module in training:
             module.training = True
-    return False, int(width)
+
+
+def inner_of(model: Any) -> Any:
+    """The transformers model, without peft around it."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
 def build(model: nn.Module, config: TrainConfig) -> Policy:
     """The policy for ``config`` around a loaded model: LoRA unless ``full``."""
+    check_sampled(model)
+    if config.optim.checkpointing:
+        recompute(model)
     if not config.full:
         model = add_lora(model, config)
     else:
@@ -216,10 +226,27 @@ def build(model: nn.Module, config: TrainConfig) -> Policy:
     )
 
 
+def recompute(model: Any) -> None:
+    """Gradient checkpointing: what is inside a layer is computed again on the way back, so that it need not be kept."""
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise ConfigError(f"optim.checkpointing: {type(model).__name__} does not support it. Lower optim.micro_batch.")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for module in model.modules():
+        # transformers asks whether the layer trains. Its children stay in evaluation: no noise, no dropout.
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True
+
+
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
 """What configurations call the number of a layer's experts."""
-MIXERS = ("attn", "attention", "mixer", "mamba", "linear_attn", "conv")
+MIXERS = ("attn", "attention", "mixer", "mamba", "conv")
 """Parts of the names of modules that mix tokens: attention, and what takes its place."""
+
+
+def has_experts(config: Any) -> bool:
+    """Whether the model is a mixture of experts."""
+    text = config.get_text_config()
+    return any(isinstance(n := getattr(text, name, None), int) and n > 1 for name in EXPERTS)
 
 
 def lora_targets(model: nn.Module, given: str) -> Any:
@@ -229,16 +256,19 @@ def lora_targets(model: nn.Module, given: str) -> Any:
     """
     if given != "all-linear":
         return [t.strip() for t in given.split(",") if t.strip()]
-    config: Any = model.config
-    text = config.get_text_config()
-    if not any(isinstance(n := getattr(text, name, None), int) and n > 1 for name in EXPERTS):
+    head, experts = model.get_output_embeddings(), has_experts(model.config)  # type: ignore[operator]
+    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    # Mamba's fused kernels read the weight of out_proj and would pass by its adapter.
+    fused = {n for n in linear if n.endswith(".out_proj") and "mamba" in type(_parent(model, n)).__name__.lower()}
+    if not experts and not fused:
         return given
-    mixing = [
-        name
-        for name, m in model.named_modules()
-        if isinstance(m, nn.Linear) and any(part in piece for piece in name.split(".")[:-1] for part in MIXERS)
-    ]
-    return mixing or given
+    mixing = {n for n in linear if any(part in piece for piece in n.split(".")[:-1] for part in MIXERS)}
+    chosen = (mixing if experts and mixing else set(linear)) - fused
+    return sorted(chosen)
+
+
+def _parent(model: nn.Module, name: str) -> nn.Module:
+    return model.get_submodule(name.rpartition(".")[0])
 
 
 def add_lora(model: nn.Module, config: TrainConfig) -> nn.Module:

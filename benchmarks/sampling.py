@@ -1,0 +1,119 @@
+"""Time to sample a batch, for families of one size: the static cache against transformers' own.
+
+    python benchmarks/sampling.py                               # a CPU: 8 completions of 32 tokens, 6 layers of 256
+    python benchmarks/sampling.py --hidden 1024 --layers 24 --rows 128 --tokens 128      # a GPU, in bfloat16
+
+Weights are random and completions run to the last token, so every family does the same number of steps. ``--plain``
+adds transformers' own cache for each, which is what a family outside the static cache takes. On a CPU it is the
+processor's time, on a GPU the wall clock's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from klamp.sampling.decode import Decoder
+from klamp.sampling.merged_model import MergedModel
+
+PROMPT = 24
+FAMILIES = ("llama", "mistral", "gemma3_text", "qwen3", "gpt_oss")
+
+
+class Whole:
+    """A policy that trains every weight: nothing to merge."""
+
+    lora = False
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+
+def build(family: str, args: argparse.Namespace) -> Any:
+    """A random model; the window is shorter than the completions."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    heads = args.hidden // 64
+    settings: dict[str, Any] = {
+        "vocab_size": args.vocabulary,
+        "hidden_size": args.hidden,
+        "intermediate_size": 3 * args.hidden,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(1, heads // 4),
+        "head_dim": 64,
+        "sliding_window": PROMPT,
+        "max_position_embeddings": 4096,
+        "layer_types": ["sliding_attention" if i % 6 != 5 else "full_attention" for i in range(args.layers)],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    }
+    known = AutoConfig.for_model(family)
+    if family in ("llama", "qwen3"):
+        settings.pop("layer_types"), settings.pop("sliding_window")
+    config = AutoConfig.for_model(family, **{k: v for k, v in settings.items() if hasattr(known, k)})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if args.device == "cuda" else torch.float32)
+    return model.to(args.device).eval()
+
+
+@torch.no_grad()
+def seconds(decoder: Decoder, args: argparse.Namespace) -> float:
+    """Median over the rounds after the first two, in which graphs are captured."""
+    generator = torch.Generator(args.device).manual_seed(0)
+    ids = torch.randint(3, args.vocabulary, (args.rows, PROMPT), device=args.device)
+    attention = torch.ones_like(ids, dtype=torch.bool)
+    attention[::2, : PROMPT // 3] = False
+    laps = []
+    for _ in range(args.rounds + 2):
+        began = now(args)
+        decoder.run(ids, attention, args.tokens, generator)
+        laps.append(now(args) - began)
+    return statistics.median(laps[2:])
+
+
+def now(args: argparse.Namespace) -> float:
+    if args.device == "cuda":
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()  # other work on the machine does not count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in (
+        ("hidden", 256),
+        ("layers", 6),
+        ("rows", 8),
+        ("tokens", 32),
+        ("vocabulary", 4096),
+        ("rounds", 5),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--families", default=",".join(FAMILIES))
+    parser.add_argument("--plain", action="store_true", help="time transformers' own cache too")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    first = None
+    for family in args.families.split(","):
+        merged = MergedModel(Whole(build(family, args)))
+        took = seconds(Decoder(merged.model, 1.0, 1.0, (), 0, fast=merged.fast), args)
+        first = first or took
+        way = "static" if merged.fast else "plain"
+        line = f"{family:12} {way:6} {took * 1e3:9.1f} ms  {took / first:5.2f} of the first"
+        if args.plain and merged.fast:
+            other = Decoder(merged.model, 1.0, 1.0, (), 0, fast=False)
+            line += f"  transformers' own cache {seconds(other, args) * 1e3:9.1f} ms"
+        print(line, flush=True)
+        del merged
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
