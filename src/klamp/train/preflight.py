@@ -118,7 +118,7 @@ def _within(learner: Learner, far: Tensor, counted: Tensor, what: str, why: str)
         row, column = divmod(int(torch.where(counted, far, -1.0).argmax()), far.shape[1])
         raise PreflightError(
             f"{what} by {largest:.2g} nats on token {column + 1} of completion {row + 1} ({mean:.2g} on average); "
-            f"rounding explains {mean_bound:g} on average, {bound:g} at most. {why} preflight=false trains all the same."
+            f"rounding explains {mean_bound:g} on average, {bound:g} at most. {why} preflight=false leaves this out."
         )
     return largest
 
