@@ -3,7 +3,7 @@
     pip install "klamp[trl]"
     python examples/trl_grpo.py            # two or three minutes on a CPU; --steps 3 to look on
 
-Everything but the two lines marked klamp is an ordinary TRL script.
+Everything but the line marked klamp is an ordinary TRL script.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
-from klamp import Hold, models
+from klamp import models
 from klamp.integrations.trl import KLControl
 
 vader = SentimentIntensityAnalyzer()
@@ -52,10 +52,9 @@ def main(steps: int, folder: str) -> None:
         train_dataset=Dataset.from_dict({"prompt": models.prompts("tiny")}),
         processing_class=models.load_tokenizer("tiny"),
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+        callbacks=[KLControl(target=0.05, per="token")],  # klamp
     )
     trainer.remove_callback(PrinterCallback)
-    control = KLControl(trainer, controller=Hold(target=0.05, per="token"))  # klamp
-    trainer.add_callback(control)  # klamp
     trainer.train()
     print("step  reward      kl    beta  effort")
     for row in trainer.state.log_history:

@@ -230,6 +230,7 @@ LOCAL_MU = "KL(π‖ref) token by token, on prefixes of μ"
 PLACEMENTS = ("in_reward", "in_advantage", "in_loss", "sequence_exact")
 BEST = "exact with sequence_exact"
 IN_LOSS = f"exact, k2 or weighted_k3 in_loss, or {BEST}"
+UNKNOWN_IN_LOSS = "nothing that is known to be KL(π‖ref)"
 NO_KL = "nothing: it estimates a KL for measuring and steering, and its gradient is not that of one"
 
 ACCEPTED = (
@@ -286,10 +287,15 @@ def check(estimator: object, placement: object, *, allow_biased: bool = False) -
     pair = _verdict(_estimator_name(estimator), _placement_name(placement))
     if pair.accepted or allow_biased:
         return pair
+    subject = f"estimator {pair.estimator!r} with placement {pair.placement!r}"
     raise ConfigError(
-        f"estimator {pair.estimator!r} with placement {pair.placement!r} descends {pair.on_policy}. "
-        f"Use {pair.instead}, or allow_biased=True to reproduce another system."
+        f"{refusal(subject, pair.on_policy, pair.instead)}, or allow_biased=True to reproduce another system."
     )
+
+
+def refusal(subject: str, descends: str, instead: str) -> str:
+    """What is wrong with a KL term and what to use: the words of :func:`check`, the trainer and ``klamp audit``."""
+    return f"{subject} descends {descends}. Use {instead}"
 
 
 def _verdict(estimator: str, placement: str) -> Pair:
@@ -308,7 +314,7 @@ def _verdict(estimator: str, placement: str) -> Pair:
         what = "nothing known: its two parts are built from the exact KL of each position"
         return refused(what, what, BEST)
     if placement == "in_loss":
-        return refused("nothing that is known to be KL(π‖ref)", "the same", IN_LOSS)
+        return refused(UNKNOWN_IN_LOSS, "the same", IN_LOSS)
     default_reward = ("nothing near KL(π‖ref): only k1 has it for the gradient of its expected score", "the same")
     known = REFUSED_IN_REWARD if placement == "in_reward" else REFUSED_IN_ADVANTAGE
     return refused(*known.get(estimator, default_reward), f"k1 {placement}, or {BEST}")

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "trl.md").read_text(encoding="utf-8")
 
 
-def test_the_ten_lines_run_and_every_metric_is_in_the_table(trainer: Callable[..., Any]) -> None:
+def test_the_lines_run_and_every_metric_is_in_the_table(trainer: Callable[..., Any]) -> None:
     t = trainer(max_steps=6, learning_rate=0.1)
     names: dict[str, Any] = {"trainer": t}
     for block in re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import klamp
-from klamp.audit import Finding, audit_function, audit_matrix, examine, load_function
+from klamp.audit import Finding, audit_function, audit_matrix, examine, load_function, verdict
 from klamp.audit.core import truth
 from klamp.audit.matrix import ROWS
 from klamp.audit.world import TREE, make
@@ -204,6 +205,45 @@ def test_a_function_that_writes_into_its_arguments_spoils_nothing() -> None:
     before = audit_function(own_k3, seeds=range(2)).bias_on
     assert audit_function(rude, seeds=range(2)).bias_on == before
     assert audit_function(own_k3, seeds=range(2)).bias_on == before
+
+
+def unbiased(logp: Tensor, ref_logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, klamp.weighted(klamp.k3, logp, old_logp, ref_logp), 0.0).mean()
+
+
+@pytest.mark.parametrize(
+    ("function", "word", "says"),
+    [
+        (own_sequence, "right", "own_sequence descends KL(π‖ref) of the sequence"),
+        (unbiased, "right token by token", "exact with sequence_exact also counts"),
+        (own_k3, "wrong direction", "Use weighted_k3 or exact in_loss"),
+        (lambda a, b, c, m: -masked_sum((a - b) ** 2, m), "wrong direction", "away from the reference"),
+        (lambda a, b, c, m: masked_sum(a - b, m), "no pull", "nothing: its expected gradient is zero"),
+        (lambda a, b, c, m: masked_sum((a - b).abs(), m), "no KL", "nothing that is known to be KL(π‖ref)"),
+    ],
+)
+def test_the_verdict_of_a_function(function: Any, word: str, says: str) -> None:
+    finding = audit_function(function, seeds=range(2))
+    said = verdict(finding)
+    assert said.word == word
+    assert says in said.reason
+    assert finding.accepted == word.startswith("right")
+
+
+@pytest.mark.parametrize("estimator", ["k3", "k1"])
+def test_the_verdict_is_the_trainers_refusal(estimator: str) -> None:
+    """The same sentence, but for the name of what is refused and the way to have it all the same."""
+    from klamp.train.config import KLConfig
+
+    function = getattr(klamp, estimator)
+    said = verdict(audit_function(lambda a, b, c, m: masked_sum(function(a, b), m), name="mine", seeds=range(2)))
+    with pytest.raises(ConfigError) as trainers:
+        KLConfig(estimator=estimator, placement="in_loss", target=0.05, per="token")
+    with pytest.raises(ConfigError) as checks:
+        klamp.check(estimator, "in_loss")
+    sentence = said.reason.removeprefix("mine").removesuffix(".")
+    for error in (trainers, checks):
+        assert f"{sentence}, or " in str(error.value)
 
 
 @pytest.mark.parametrize(

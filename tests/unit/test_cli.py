@@ -87,7 +87,11 @@ def test_audit_prints_a_table_with_every_row(capsys: pytest.CaptureFixture[str])
 def test_audit_of_a_function_in_the_working_folder(module: Path) -> None:
     done = run("audit", "my_module:f", "--worlds", "2", cwd=module)
     assert done.returncode == 0, done.stderr
-    assert "on-policy it descends KL(π‖ref) token by token" in done.stdout
+    last = done.stdout.strip().splitlines()[-1]
+    assert last.startswith(
+        "right token by token: my_module:f descends KL(π‖ref) token by token; exact with sequence_exact"
+    )
+    assert "std: of one sequence's gradient" in done.stdout  # the legend
 
 
 @pytest.mark.parametrize(

@@ -2,5 +2,17 @@
 
 from klamp.audit.core import DRIFTS, Finding, examine, read
 from klamp.audit.run import audit_function, audit_matrix, load_function, render
+from klamp.audit.verdicts import Verdict, verdict
 
-__all__ = ["DRIFTS", "Finding", "audit_function", "audit_matrix", "examine", "load_function", "read", "render"]
+__all__ = [
+    "DRIFTS",
+    "Finding",
+    "Verdict",
+    "audit_function",
+    "audit_matrix",
+    "examine",
+    "load_function",
+    "read",
+    "render",
+    "verdict",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from klamp.audit.core import DRIFTS, Batch, Finding, examine
 from klamp.audit.matrix import ROWS
 from klamp.errors import ConfigError
 from klamp.functions import imported
+from klamp.placements import LOCAL, SEQUENCE
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -47,7 +49,8 @@ def audit_function(loss: Loss, *, name: str | None = None, seeds: Iterable[int] 
             ) from error
 
     label = name or str(getattr(loss, "__name__", "function"))
-    return examine(label, term, seeds=list(seeds), rescale=True)
+    finding = examine(label, term, seeds=list(seeds), rescale=True)
+    return replace(finding, accepted=finding.descends_on in (SEQUENCE, LOCAL))
 
 
 def load_function(path: str) -> Loss:
@@ -65,7 +68,7 @@ def render(findings: Iterable[Finding], title: str | None = None) -> Table:
 
     low, high = DRIFTS
     table = Table(title=title, title_justify="left", header_style="bold", show_edge=False, pad_edge=False)
-    table.add_column("estimator · placement", no_wrap=True)
+    table.add_column("term", no_wrap=True)
     table.add_column("descends, on-policy")
     for column in (f"bias at {low:g}", f"bias at {high:g}", "cos", "stale: bias", "cos", "std"):
         table.add_column(column, justify="right", no_wrap=True)

@@ -17,14 +17,15 @@ def audit(function: str | None = None, /, *, json: bool = False, worlds: int = 2
     """Say what a KL term descends, by enumerating a small language model exactly.
 
     Alone it prints the whole matrix of estimators and placements. With module:function it audits your own
-    f(logp, ref_logp, old_logp, mask) -> loss; sums and means are both fine.
+    f(logp, ref_logp, old_logp, mask) -> loss; sums and means are both fine. It ends with a verdict: right, right
+    token by token, wrong direction, no pull or no KL, and what to use instead.
 
     Args:
         function: Your loss, written module:function. Modules of the working folder are found.
         json: Print JSON for programs instead of a table.
         worlds: How many random models the medians are taken over.
     """
-    from klamp.audit import audit_function, audit_matrix, load_function
+    from klamp.audit import audit_function, audit_matrix, load_function, verdict
 
     if worlds < 1:
         raise ConfigError(f"--worlds must be >= 1, got {worlds}. The default is 20.")
@@ -34,7 +35,8 @@ def audit(function: str | None = None, /, *, json: bool = False, worlds: int = 2
     else:
         findings = [audit_function(load_function(function), name=function, seeds=seeds)]
     if json:
-        print(jsonlib.dumps([f.to_dict() for f in findings], indent=2, ensure_ascii=False))
+        rows = [f.to_dict() | {"verdict": verdict(f).word} for f in findings]
+        print(jsonlib.dumps(rows, indent=2, ensure_ascii=False))
     else:
         _show(findings, whole=function is None)
 
@@ -52,23 +54,18 @@ def _with_progress(work: Callable[[Callable[[str], None]], list[Finding]], *, qu
 
 def _show(findings: list[Finding], *, whole: bool) -> None:
     from rich.console import Console
+    from rich.text import Text
 
-    from klamp.audit import render
+    from klamp.audit import render, verdict
+    from klamp.audit.verdicts import LEGEND, REFUSED, stale
 
     piped = not sys.stdout.isatty()
-    console = Console(width=140 if piped else None)
+    console = Console(width=140 if piped else None, highlight=False)
     console.print(render(findings))
     console.print()
-    if whole:
-        console.print(
-            "bias: distance of the expected gradient from that of the sequence's KL, relative. cos, stale and"
-        )
-        console.print(
-            "std are taken at the larger drift; stale: samples of an older policy, 0.02 nats away; std: of one"
-        )
-        console.print(
-            "sequence's gradient, relative to the true one. Rows marked ✗ are refused by klamp.check and the trainer."
-        )
-        return
-    finding = findings[0]
-    console.print(f"on-policy it descends {finding.descends_on}; with a stale sampler, {finding.descends_off}.")
+    console.print(f"{LEGEND} {REFUSED}" if whole else LEGEND, style="dim")
+    if not whole:
+        said = verdict(findings[0])
+        console.print()
+        colour = "bold green" if findings[0].accepted else "bold red"
+        console.print(Text.assemble((said.word, colour), f": {said.reason} {stale(findings[0])}"))

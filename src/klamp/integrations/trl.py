@@ -1,10 +1,8 @@
 """klamp inside TRL 1.16: steer ``trainer.beta`` so that KL stays at its target, and stop an update that goes too far.
 
-    from klamp import Hold
     from klamp.integrations.trl import KLControl
 
-    trainer = GRPOTrainer(model, reward_funcs=reward, args=config, train_dataset=prompts, peft_config=lora)
-    trainer.add_callback(KLControl(trainer, controller=Hold(target=0.05, per="token")))
+    trainer = GRPOTrainer(model, ..., callbacks=[KLControl(target=0.05, per="token")])
     trainer.train()
 
 :class:`KLControl` works with stock ``GRPOTrainer`` and ``RLOOTrainer``; :class:`KlampGRPOTrainer` is the same trainer

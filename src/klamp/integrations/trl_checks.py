@@ -20,6 +20,8 @@ def check_trainer(trainer: object) -> None:
             f"trainer is {name}: Unsloth compiles beta into its loss as a constant, so a new price would be ignored or "
             "compiled anew at every step. Use TRL's own GRPOTrainer."
         )
+    if type(trainer).__module__.startswith("klamp.controllers"):
+        raise ConfigError(f"trainer is a {name}. Write KLControl(controller={type(trainer).__name__}(...)).")
     if not isinstance(trainer, GRPOTrainer | RLOOTrainer):
         raise ConfigError(
             f"trainer must be a TRL GRPOTrainer or RLOOTrainer, got {name}. Others have no KL to a reference, or log "
@@ -107,6 +109,18 @@ def why_no_clamp(trainer: Trainer) -> str | None:
             "base model, which is not the reference"
         )
     return None
+
+
+def unclamped(trainer: Trainer, target: str, limit: str) -> str:
+    """What a user should know where the clamp is off without having been asked to be."""
+    why = why_no_clamp(trainer)
+    if why is not None:
+        return f"KLControl does not clamp here: {why}. beta alone holds KL{target}."
+    return (
+        f"KLControl does not clamp this full fine-tune: beta alone holds KL{target}, and one update can go past that. "
+        f"clamp=True stops each update at {limit}, for one more forward of the reference and two or three of the "
+        "policy a step. clamp=False leaves this line out."
+    )
 
 
 def lora_on_base(trainer: Trainer) -> bool:

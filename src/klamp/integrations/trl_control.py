@@ -21,6 +21,7 @@ from klamp.clamp import clamp as clamp_kl
 from klamp.controllers import Controller, Hold, State
 from klamp.errors import ConfigError, KlampError, require_number
 from klamp.integrations import trl_checks as checks
+from klamp.integrations.trl_attach import Reminder, calling_trainer, controller_of, remind
 from klamp.integrations.trl_tokens import Inputs, OwnKL, Recorder, Trainer, counted, policy_of, reduce
 from klamp.masked import Unit
 from klamp.monitor import Alarm, Monitor, logger
@@ -50,49 +51,101 @@ class Step(NamedTuple):
 
 
 class KLControl(TrainerCallback):
-    """Holds KL at the controller's target: the price steers, the clamp stops. Add it with ``trainer.add_callback``."""
+    """Holds KL at its target: the price steers, the clamp stops.
+
+    ``GRPOTrainer(..., callbacks=[KLControl(target=0.05, per="token")])``.
+    """
+
+    trainer: Trainer
+    per: Unit
+    clamp: bool
 
     def __init__(
         self,
-        trainer: Trainer,
-        controller: Controller,
+        trainer: Trainer | None = None,
+        controller: Controller | None = None,
         *,
+        target: float | None = None,
+        per: Unit | None = None,
         clamp: bool | None = None,
         limit: float | None = None,
         feed_forward: bool = True,
         floor: float = 1e-8,
         monitor: Monitor | None = None,
     ) -> None:
-        """Refuses at once what would fail silently or late.
+        """``target`` nats ``per`` token or sequence with Hold, or any ``controller``.
 
+        ``trainer``: the one it will be added to, for checks at once; left out, it is found when training begins.
         ``clamp``: measure KL again after each update and scale the displacement from the reference while it is over
         ``limit`` (1.1 targets unless given); None: with a LoRA on its base only. ``feed_forward``: take the first
         price from the first batch's advantages and lengths where the controller can (Hold). ``floor``: the least
         price, because at beta 0 TRL stops measuring KL.
         """
-        checks.check_trainer(trainer)
-        self.trainer, self.controller = trainer, controller
-        self.target: float | None = getattr(controller, "target", None)
-        self.per: Unit = getattr(controller, "per", None) or _own_unit(trainer)
-        checks.check_unit(trainer, self.per)
-        checks.check_reference(trainer)
-        checks.check_in_flight(trainer)
-        _check_alone(trainer)
+        self.controller = controller_of(controller, target, per)
+        self.target: float | None = getattr(self.controller, "target", None)
         self.floor = require_number(
             "floor", floor, above=0, way_out="At beta 0 TRL measures no KL; 1e-8 prices nothing."
         )
+        self.feed_forward = feed_forward
+        self._asked = clamp, limit, monitor
+        self._bound = False
+        self._reminder: Reminder | None = None
+        if trainer is not None:
+            self._bind(trainer)
+            self._reminder = remind(trainer)
+
+    def _bind(self, trainer: Trainer) -> None:
+        """Belong to ``trainer``; refuses at once what would fail silently or late."""
+        clamp, limit, monitor = self._asked
+        checks.check_trainer(trainer)
+        self.trainer = trainer
+        self.per = getattr(self.controller, "per", None) or _own_unit(trainer)
+        checks.check_unit(trainer, self.per)
+        checks.check_reference(trainer)
+        checks.check_in_flight(trainer)
+        self._check_alone()
         self.clamp = checks.lora_on_base(trainer) if clamp is None else clamp
         if self.clamp:
             checks.check_clamp(trainer)
-            if isinstance(controller, Hold):
-                self.controller = replace(controller, clamped=True)
+            if isinstance(self.controller, Hold):
+                self.controller = replace(self.controller, clamped=True)
         self.limit = self._limit(limit)
-        self.feed_forward = feed_forward
-        bounds = getattr(controller, "bounds", None)
+        bounds = getattr(self.controller, "bounds", None)
         self.monitor = monitor or Monitor(self.target, self.per if self.target else None, bounds=bounds)
         self.gauge = Gauge()
         self.recorder = Recorder(trainer)
         self._start()
+        self._bound = True
+
+    def _check_alone(self) -> None:
+        others = [c for c in self.trainer.callback_handler.callbacks if isinstance(c, KLControl) and c is not self]
+        if others:
+            raise ConfigError("the trainer already has a KLControl; two of them would fight over beta. Remove one.")
+
+    def _meet(self) -> None:
+        """Know the trainer whose training begins."""
+        caller = calling_trainer(self)
+        if self._bound and caller is not None and caller is not self.trainer:
+            raise ConfigError("this KLControl belongs to another trainer. Make one for each.")
+        if self._reminder is not None:
+            self._reminder.needed = False
+        if self._bound:
+            return
+        if caller is None:
+            raise ConfigError(
+                "KLControl could not find the trainer that it was added to. Tell it: "
+                "trainer.add_callback(KLControl(trainer, target=..., per=...))."
+            )
+        self._bind(caller)
+
+    def _say_unclamped(self) -> None:
+        """That the price is alone, where nobody asked for that, and how to clamp."""
+        if self.clamp or self._asked[0] is not None or not self.trainer.is_world_process_zero():
+            return
+        unit = f"nats per {self.per}"
+        target = "" if self.target is None else f" at {self.target:g} {unit}"
+        limit = f"{self.limit:g} {unit}" if math.isfinite(self.limit) else "limit=..."
+        logger.warning("%s", checks.unclamped(self.trainer, target, limit))
 
     def _limit(self, limit: float | None) -> float:
         if limit is None and self.clamp and self.target is None:
@@ -115,8 +168,15 @@ class KLControl(TrainerCallback):
 
     # The Trainer's events
 
+    def on_init_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Refuse a trainer of another kind as soon as it is made; TRL's own has no reference yet at this point."""
+        if (caller := calling_trainer(self)) is not None:
+            checks.check_trainer(caller)
+
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Continue from the checkpoint where there is one, and set the price."""
+        self._meet()
+        self._say_unclamped()
         checks.check_in_flight(self.trainer)
         saved = _kept(state).get(SAVED)
         if saved is not None:
@@ -313,8 +373,3 @@ def _kept(state: TrainerState) -> dict[str, Any]:
 def _own_unit(trainer: Trainer) -> Unit:
     """The unit a controller without one is read in: that of the trainer's price."""
     return "sequence" if isinstance(trainer, RLOOTrainer) else "token"
-
-
-def _check_alone(trainer: Trainer) -> None:
-    if any(isinstance(c, KLControl) for c in trainer.callback_handler.callbacks):
-        raise ConfigError("the trainer already has a KLControl; two of them would fight over beta. Remove one.")

@@ -15,7 +15,7 @@ from klamp import models
 from klamp.controllers import Controller, Doubling, Exponential, Fixed, Hold, Ziegler
 from klamp.errors import ConfigError, require_number, shown, unknown
 from klamp.masked import UNITS, Unit
-from klamp.placements import check
+from klamp.placements import check, refusal
 from klamp.references import parse
 from klamp.train.presumed import Presumed, PresumedTarget, PresumedUnit, UsualCount, UsualRate, left_out
 
@@ -82,10 +82,9 @@ class KLConfig:
             object.__setattr__(self, "reference", str(parse(self.reference)))
             pair = check(self.estimator, self.placement, allow_biased=True)
         if not (pair.accepted or self.allow_biased):
-            raise ConfigError(
-                f"kl.estimator={pair.estimator} with kl.placement={pair.placement} descends {pair.on_policy}. "
-                f"Use {pair.instead}, or kl.allow_biased=true to reproduce another system."
-            )
+            subject = f"kl.estimator={pair.estimator} with kl.placement={pair.placement}"
+            said = refusal(subject, pair.on_policy, pair.instead)
+            raise ConfigError(f"{said}, or kl.allow_biased=true to reproduce another system.")
         # Other systems' names (full, mse, loss) are accepted and written down as klamp's own.
         object.__setattr__(self, "estimator", pair.estimator)
         object.__setattr__(self, "placement", pair.placement)
