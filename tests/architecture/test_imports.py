@@ -35,6 +35,7 @@ BESIDE = {
     ("references", "models"),
     ("local_backend", "local"),
     ("experiments", "measure"),
+    ("measure", "report"),  # the style of its page
     ("report", "experiments"),
     ("experiments", "report"),
 }

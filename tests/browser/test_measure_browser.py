@@ -90,8 +90,8 @@ def test_direction_does_not_leak_out_of_a_token_or_a_prompt(browser: chrome.Brow
     browser.open(page, charts=False)
     assert browser.evaluate(IN_ORDER.replace("PLACE", ".text")) > 20
     # what stands after a prompt stays to its right, or on a line below
-    after = "(p => { const r = document.createRange(); r.selectNode(p.lastChild); const t = r.getBoundingClientRect(); "
-    after += "const b = p.children[0].getBoundingClientRect(); return t.left >= b.right - 1 || t.top > b.top })"
-    prompts = "[...document.querySelectorAll('p.soft')].filter(p => p.nextElementSibling?.className === 'text')"
+    after = "(h => { const [b, t] = [...h.children].map(e => e.getBoundingClientRect()); "
+    after += "return t.left >= b.right - 1 || t.top > b.top })"
+    prompts = "[...document.querySelectorAll('article header')]"
     assert browser.evaluate(f"{prompts}.length") == len(fabricated.HOSTILE)
     assert browser.evaluate(f"{prompts}.every({after})")

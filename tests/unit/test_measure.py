@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -110,6 +111,15 @@ def test_the_headline_has_at_most_fifteen_words_whatever_the_models_are_called(m
     assert len(found[1].split()) <= 15
 
 
+def test_the_page_has_the_style_of_the_others(measured: Measurement) -> None:
+    from klamp.report.page import asset
+
+    made = page(measured)
+    assert asset("style.css") in made
+    assert '<header class="top"><div class="bar"><span class="brand">klamp</span>' in made.replace("\n", "")
+    assert made.index('id="samples"') < made.index('id="figures"')  # the tokens stand near the top
+
+
 def test_a_model_against_itself_is_below_the_floor() -> None:
     same = measure_kl("tiny", "tiny", PROMPTS, max_tokens=8, maps=False)
     assert same.kl.mean == 0.0
@@ -162,6 +172,78 @@ def test_two_processes_find_what_one_finds(adapter: Path, measured: Measurement,
     assert found["kl"]["mean"] == measured.kl.mean
     assert found["top_tokens"] == measured.top_tokens
     assert (out / "measure.html").stat().st_size > 1000
+
+
+@pytest.fixture
+def run_folder(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run as `klamp train` leaves it: its configuration and two checkpoints, the newest away from the base."""
+    from klamp.train.config import RolloutConfig, TrainConfig
+    from klamp.train.runs import RunFolder
+
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs" / "kind"
+    for step in (20, 100):
+        (run / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+    shutil.copytree(adapter, run / "checkpoints" / "step-000100", dirs_exist_ok=True)
+    (tmp_path / "p.txt").write_text("\n".join(PROMPTS))
+    RunFolder(run).write_config(
+        TrainConfig(model="tiny", prompts="p.txt", run="runs/kind", rollout=RolloutConfig(max_tokens=10))
+    )
+    return run
+
+
+def test_a_run_stands_for_its_newest_checkpoint_and_brings_base_prompts_and_lengths(run_folder: Path) -> None:
+    whole = measure_kl("runs/kind", batch=4, samples=2)
+    newest = "runs/kind/checkpoints/step-000100"
+    assert (whole.settings.policy, whole.settings.reference) == (newest, "tiny")
+    plain = measure_kl(str(run_folder / "checkpoints/step-000100"), "tiny", PROMPTS, max_tokens=10, batch=4, samples=2)
+    assert whole.kl == plain.kl
+    assert measure_kl(newest, batch=4, samples=2).kl == plain.kl  # a checkpoint knows its run
+    turned = measure_kl("tiny", "runs/kind", completions=["is great."] * len(PROMPTS))
+    assert turned.settings.reference == newest
+
+
+def test_measure_by_place_and_by_name(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from klamp.cli import main
+
+    assert main(["measure", "runs/kind", "--max-tokens", "4"]) == 0
+    out = Path("runs/measure/kind-step-100-from-tiny")
+    assert capsys.readouterr().out.rstrip().endswith(str(out / "measure.html"))
+    one = json.loads((out / "measure.json").read_text())
+    assert main(["measure", "runs/kind", "tiny", "--max-tokens", "4", "--out", "b"]) == 0
+    assert main(["measure", "--policy", "runs/kind", "--reference", "tiny", "--max-tokens", "4", "--out", "c"]) == 0
+    for name in ("b", "c"):
+        assert json.loads(Path(name, "measure.json").read_text())["kl"] == one["kl"]
+    assert main(["measure", "tiny", "tiny", "--max-tokens", "4", "--prompts", "p.txt"]) == 0  # beside the other one
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ([], "policy is missing"),
+        (["tiny"], "what is 'tiny' to be compared with"),
+        (["tiny", "--policy", "tiny", "--reference", "tiny"], "policy was given twice"),
+        (["runs/begun"], "has no checkpoint yet"),
+        (["runs/moved"], r"was trained on the prompts 'gone.txt', which is not a file here"),
+    ],
+)
+def test_what_a_run_cannot_bring_is_said(
+    run_folder: Path, args: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from klamp.cli import main
+
+    text = (run_folder / "config.yaml").read_text()
+    for name, prompts, step in (("begun", "p.txt", ""), ("moved", "gone.txt", "step-000001")):
+        (Path("runs") / name / "checkpoints" / step).mkdir(parents=True)
+        (Path("runs") / name / "config.yaml").write_text(text.replace("p.txt", prompts))
+    assert main(["measure", *args]) == 2
+    assert re.search(says, capsys.readouterr().err)
+
+
+def test_other_prompts_of_the_same_number_are_another_measurement(tmp_path: Path) -> None:
+    measure_kl("tiny", "tiny", PROMPTS[:2], max_tokens=2, maps=False, out=tmp_path)
+    with pytest.raises(ConfigError, match="prompts_hash differ"):
+        measure_kl("tiny", "tiny", PROMPTS[2:4], max_tokens=2, maps=False, out=tmp_path)
 
 
 @pytest.mark.parametrize(

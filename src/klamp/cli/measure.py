@@ -17,15 +17,18 @@ if TYPE_CHECKING:
 
 
 def measure(
+    model: str | None = None,
+    other: str | None = None,
+    /,
     *,
-    policy: str,
-    reference: str,
+    policy: str | None = None,
+    reference: str | None = None,
     prompts: str | None = None,
     completions: str | None = None,
-    out: str = "runs/measure",
-    max_tokens: int = 64,
+    out: str | None = None,
+    max_tokens: int | None = None,
     samples: int = 1,
-    temperature: float = 1.0,
+    temperature: float | None = None,
     batch: int = 32,
     seed: int = 0,
     chat: bool | None = None,
@@ -35,32 +38,35 @@ def measure(
 ) -> None:
     """Say how far one model is from another, and on which tokens.
 
-    Exact KL in both directions over prompts, with intervals, a noise floor and a map of tokens. Models are folders, Hub
-    ids, built-in names or folders of LoRA adapters. An interrupted measurement goes on where it stopped; under torchrun
+    klamp measure runs/train measures a run's newest checkpoint against its base, on its own prompts; klamp measure A B
+    any two models: folders, Hub ids, built-in names, LoRA adapters or runs. Exact KL in both directions, with
+    intervals, a noise floor and a map of tokens. An interrupted measurement goes on where it stopped; under torchrun
     several processes share it.
 
     Args:
-        policy: The model whose drift is measured; completions are sampled from it.
-        reference: The model it is compared with.
-        prompts: JSONL with a "prompt" on each line, or text, one a line. Left out: the built-in policy's own.
+        model: The model whose drift is measured; completions are sampled from it.
+        other: The model it is compared with. Left out: the base of a run or of an adapter.
+        policy: The first model, by name.
+        reference: The second model, by name.
+        prompts: JSONL with a "prompt" on each line, or text, one a line. Left out: the run's or the built-in's own.
         completions: JSONL with a "completion" for each prompt, in order, instead of sampling.
-        out: Folder for measure.json, measure.html and the records.
-        max_tokens: Longest completion, in tokens.
+        out: Folder for measure.json, measure.html and the records. Left out: one under runs/measure.
+        max_tokens: Longest completion, in tokens. Left out: the run's, or 64.
         samples: Completions of each prompt.
-        temperature: Sampling temperature; KL is that of the tempered distributions.
+        temperature: Sampling temperature; KL is that of the tempered distributions. Left out: the run's, or 1.
         batch: Prompts a block.
         seed: Of the sampling.
-        chat: Wrap prompts in the chat template. None: where the tokenizer has one.
+        chat: Wrap prompts in the chat template. None: as in the run, or where the tokenizer has one.
         device: auto, cpu or cuda.
         dtype: Of both models. auto: bfloat16 on a GPU, float32 on a CPU.
         trust_remote_code: Let a model repository run its own code.
     """
     _measure(
-        policy,
-        reference,
+        _one("policy", model, policy),
+        _one("reference", other, reference),
         prompts,
         completions,
-        Path(out),
+        out,
         max_tokens=max_tokens,
         samples=samples,
         temperature=temperature,
@@ -73,22 +79,35 @@ def measure(
     )
 
 
+def _one(flag: str, placed: str | None, named: str | None) -> str | None:
+    """A model given by its place or by its flag."""
+    if placed is not None and named is not None:
+        raise ConfigError(f"the {flag} was given twice: {placed!r} and --{flag} {named!r}. Give it once.")
+    return named if placed is None else placed
+
+
 def _measure(
-    policy: str, reference: str, prompts: str | None, completions: str | None, out: Path, **settings: Any
+    policy: str | None, reference: str | None, prompts: str | None, completions: str | None, out: str | None, **how: Any
 ) -> Measurement:
     """Measure, write the files and print the summary; processes other than the first only help."""
     from klamp.measure.run import measure_kl
-    from klamp.train import data
+    from klamp.measure.sides import sides
 
-    asked = data.load(prompts, policy).texts
+    asked = sides(policy, reference, prompts)
+    folder = asked.out() if out is None else Path(out)
     given = None if completions is None else _completions(completions)
+    main = int(os.environ.get("RANK", "0")) == 0
+    if main:
+        print(f"{asked.policy} against {asked.reference}, {len(asked.prompts)} prompts", file=sys.stderr)
     with _progress() as progress:
-        result = measure_kl(policy, reference, asked, completions=given, out=out, progress=progress, **settings)
-    if int(os.environ.get("RANK", "0")) == 0:
-        result.to_json(out / "measure.json")
-        result.to_html(out / "measure.html")
+        result = measure_kl(
+            asked.policy, asked.reference, asked.prompts, completions=given, out=folder, progress=progress, **how
+        )
+    if main:
+        result.to_json(folder / "measure.json")
+        result.to_html(folder / "measure.html")
         print(summary(result))
-        print(f"{out / 'measure.html'}")
+        print(f"{folder / 'measure.html'}")
     return result
 
 

@@ -92,8 +92,8 @@ def flags_named(config: type) -> Iterator[None]:
     """Errors about the fields of ``config`` as errors about the flags they are given by."""
     try:
         yield
-    except ConfigError as error:
-        raise ConfigError(as_flags(str(error), config)) from None
+    except KlampError as error:
+        raise type(error)(as_flags(str(error), config)) from None
 
 
 def as_flags(text: str, config: type) -> str:

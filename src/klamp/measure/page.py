@@ -14,56 +14,51 @@ from typing import Any
 from klamp.measure.figures import Estimate
 from klamp.measure.run import Measurement
 
+HEAVY = 2.0
+"""Nats at which a token has its darkest shade, as on the page of a run."""
+
 STYLE = """
-:root { color-scheme: light dark; --ink: #1c2430; --paper: #fbfaf7; --soft: #667; --line: #d9d6cd; --mark: 214, 94, 0; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e4dd; --paper: #15181d; --soft: #9aa; --line: #343a44; --mark: 255, 140, 40; }
-}
-body { margin: 0 auto; padding: 1.5rem 1rem 4rem; max-width: 62rem; background: var(--paper); color: var(--ink);
-  font: 16px/1.55 system-ui, sans-serif; }
-h1 { font-size: 1.5rem; margin: 0 0 .25rem; } h2 { font-size: 1.1rem; margin: 2.2rem 0 .6rem; }
-p.lead { font-size: 1.1rem; } .soft { color: var(--soft); }
-table { border-collapse: collapse; width: 100%; } td, th { text-align: left; padding: .35rem .6rem .35rem 0;
-  border-bottom: 1px solid var(--line); vertical-align: top; } td.n { text-align: right; white-space: nowrap;
-  font-variant-numeric: tabular-nums; }
-.scroll { overflow-x: auto; } svg { width: 100%; height: 9rem; }
-.text { border: 1px solid var(--line); border-radius: .5rem; padding: .8rem; margin: .6rem 0 1.2rem; line-height: 2.1;
-  overflow-wrap: anywhere; unicode-bidi: isolate; }
-.t { border-radius: .2rem; padding: .1rem 0; position: relative; white-space: pre-wrap; unicode-bidi: isolate; }
-.t .why { display: none; position: absolute; z-index: 2; left: 0; top: 1.7rem; min-width: 13rem; padding: .5rem .7rem;
-  background: var(--paper); border: 1px solid var(--line); border-radius: .4rem; font-size: .85rem; line-height: 1.4;
-  white-space: pre-wrap; box-shadow: 0 .3rem 1rem rgba(0, 0, 0, .18); }
-.t:hover .why, .t:focus .why { display: block; } .t:focus { outline: 2px solid rgb(var(--mark)); }
-code { overflow-wrap: anywhere; }
-@media (max-width: 40rem) {
-  .figures tr { display: block; border-bottom: 1px solid var(--line); padding: .4rem 0; }
-  .figures td { display: block; border: 0; padding: 0; text-align: left; white-space: normal; }
-}
+td,th{text-align:left}td.n{text-align:right}td{white-space:normal;overflow-wrap:anywhere}td.n{white-space:nowrap}
+.soft{color:var(--soft)}
+.bars{display:block;width:100%;height:150px;margin:8px 0}.bars rect{fill:var(--heat)}
+.cards.broad{grid-template-columns:repeat(auto-fill,minmax(min(100%,340px),1fr))}
+.cards.broad article{overflow:visible}
+.t{background:color-mix(in srgb,var(--heat) calc(var(--k,0)*62%),transparent);border-radius:3px;padding:1px 0;
+position:relative;unicode-bidi:isolate}
+.t .why{display:none;position:absolute;z-index:2;left:0;top:1.6em;min-width:200px;padding:8px 11px;line-height:1.4;
+background:var(--panel);border:1px solid var(--line);border-radius:8px;font-size:13px;white-space:pre-wrap;
+box-shadow:0 4px 16px rgba(0,0,0,.18)}
+.t .why bdi{background:none}
+.t:hover .why,.t:focus .why{display:block}.t:focus{outline:2px solid var(--heat)}
 """
+"""What this page has beside the style of klamp's other pages."""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+"""Markup that slipped through would still be dead: nothing is fetched and no script runs."""
 
 
 def page(m: Measurement) -> str:
-    """The whole page."""
+    """The whole page, in the style of the report's."""
+    from klamp.report.page import asset
+
     s = m.settings
+    title = f"KL of {show(s.policy)} from {show(s.reference)}"
     parts = [
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
-        "<meta name='viewport' content='width=device-width, initial-scale=1'>",
-        # Markup that slipped through would still be dead: nothing is fetched and no script runs.
-        "<meta http-equiv='Content-Security-Policy' content=\"default-src 'none'; style-src 'unsafe-inline'; "
-        "img-src data:; base-uri 'none'; form-action 'none'\">",
-        "<link rel='icon' href='data:,'>",
-        f"<title>KL of {show(s.policy)} from {show(s.reference)}</title><style>{STYLE}</style></head><body>",
-        f"<h1>{html.escape(headline(m))}</h1>",
-        f"<p class='lead'>{html.escape(finding(m))}</p>",
-        f"<p class='soft'>Policy: <code><bdi>{show(s.policy)}</bdi></code>. Reference: "
-        f"<code><bdi>{show(s.reference)}</bdi></code>. {m.prompts} prompts, {m.sequences} completions, {m.tokens} "
-        "tokens. Intervals are 95 %, over prompts.</p>",
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        '<meta name="color-scheme" content="light dark">',
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"><link rel="icon" href="data:,">',
+        f"<title>{title}</title><style>{asset('style.css')}{STYLE}</style></head><body>",
+        '<header class="top"><div class="bar"><span class="brand">klamp</span>',
+        f'<span class="what"><bdi>{title}</bdi></span></div><h1>{html.escape(headline(m))}</h1>',
+        f'<p class="lead">{html.escape(finding(m))}</p>',
+        f'<p class="hint">Policy: <bdi>{show(s.policy)}</bdi>. Reference: <bdi>{show(s.reference)}</bdi>. {m.prompts} '
+        f"prompts, {m.sequences} completions, {m.tokens} tokens. Intervals are 95 %, over prompts.</p></header><main>",
+        _maps(m.maps),
         _figures(m),
         _positions(m.by_position),
-        _maps(m.maps),
         _tokens(m.top_tokens),
         _prompts(m.top_prompts),
-        "</body></html>",
+        "</main></body></html>",
     ]
     return "\n".join(parts)
 
@@ -113,12 +108,12 @@ def _figures(m: Measurement) -> str:
         ("noise floor", m.noise_floor, "the policy against itself, in other batches"),
     ]
     body = "".join(
-        f"<tr><td>{html.escape(name)}</td><td class='n'>{html.escape(str(value))}</td>"
-        f"<td class='soft'>{html.escape(what)}</td></tr>"
+        f'<tr><th scope="row">{html.escape(name)}</th><td class="n">{html.escape(str(value))}</td>'
+        f'<td class="soft">{html.escape(what)}</td></tr>'
         for name, value, what in rows
         if value is not None
     )
-    return f"<h2>Figures</h2><table class='figures'>{body}</table>"
+    return f'<section id="figures"><h2>Figures</h2><table class="plain"><tbody>{body}</tbody></table></section>'
 
 
 def _positions(means: list[float]) -> str:
@@ -127,59 +122,67 @@ def _positions(means: list[float]) -> str:
     top = max(max(means), 1e-12)
     width = 100 / len(means)
     bars = "".join(
-        f"<rect x='{i * width:.3f}' y='{100 - 100 * max(v, 0) / top:.2f}' width='{width * 0.85:.3f}' "
-        f"height='{100 * max(v, 0) / top:.2f}' fill='rgb(var(--mark))'>"
-        f"<title>token {i + 1}: {v:.4g} nats</title></rect>"
+        f'<rect x="{i * width:.3f}" y="{100 - 100 * max(v, 0) / top:.2f}" width="{width * 0.85:.3f}" '
+        f'height="{100 * max(v, 0) / top:.2f}"><title>token {i + 1}: {v:.4g} nats</title></rect>'
         for i, v in enumerate(means)
     )
     return (
-        f"<h2>KL by position</h2><svg viewBox='0 0 100 100' preserveAspectRatio='none' role='img' "
-        f"aria-label='mean KL of each position'>{bars}</svg>"
-        f"<p class='soft'>Tokens 1 to {len(means)} of a completion; the highest bar is {top:.3g} nats.</p>"
+        '<section id="positions"><figure><figcaption><h2>KL by position</h2><span>'
+        f"tokens 1 to {len(means)} of a completion; the highest bar is {top:.3g} nats</span></figcaption>"
+        '<svg class="bars" viewBox="0 0 100 100" preserveAspectRatio="none" role="img" '
+        f'aria-label="mean KL of each position">{bars}</svg></figure></section>'
     )
 
 
 def _maps(maps: list[dict[str, Any]]) -> str:
     if not maps:
         return ""
-    blocks = "".join(
-        f"<p class='soft'><bdi>{show(m['prompt'])}</bdi> &middot; {m['kl']:.3g} nats per token</p>"
-        f"<div class='text'>{''.join(_token(t) for t in m['tokens'])}</div>"
+    cards = "".join(
+        f"<article><header><bdi>{show(m['prompt'])}</bdi><small>{m['kl']:.3g} nats per token</small></header>"
+        f'<p class="text" dir="ltr">{"".join(_token(t) for t in m["tokens"])}</p></article>'
         for m in maps
     )
+    scale = "".join(f'<i style="--k:{k / 4:.2f}"></i>' for k in range(5))
     return (
-        "<h2>Where it drifted</h2><p class='soft'>The prompts that drifted most; the darker a token, the larger its "
-        f"KL. Hover or tap for what each model would have said.</p>{blocks}"
+        '<section id="samples"><h2>Where it drifted</h2><p class="hint">The prompts that drifted most. A token\'s '
+        f'shade is its exact KL from the reference: 0 <span class="scale">{scale}</span> {HEAVY:g} nats and more. Hover '
+        f'or tap for what each model would have said.</p><div class="cards broad">{cards}</div></section>'
     )
 
 
 def _token(t: dict[str, Any]) -> str:
-    shade = 1 - math.exp(-2.0 * max(t["kl"], 0.0))
+    shade = min(1.0, math.sqrt(max(t["kl"], 0.0) / HEAVY))
 
     def told(who: str) -> str:
         return ", ".join(f"<bdi>{show(repr(token))}</bdi> {p:.0%}" for token, p in t[who])
 
     why = f"{t['kl']:.3g} nats\npolicy: {told('policy')}\nreference: {told('reference')}"
     return (
-        f"<span class='t' tabindex='0' style='background: rgba(var(--mark), {0.85 * shade:.3f})'>{show(t['token'])}"
-        f"<span class='why'>{why}</span></span>"
+        f'<span class="t" tabindex="0" style="--k:{shade:.2f}">{show(t["token"])}<span class="why">{why}</span></span>'
     )
 
 
 def _tokens(tokens: list[dict[str, Any]]) -> str:
     rows = "".join(
-        f"<tr><td class='n'>{t['kl']:.3g}</td>"
+        f'<tr><td class="n">{t["kl"]:.3g}</td>'
         f"<td><bdi>{show(t['before'])}</bdi> <b><bdi>{show(t['token'])}</bdi></b></td>"
-        f"<td class='n soft'>prompt {t['prompt'] + 1}</td></tr>"
+        f'<td class="n soft">prompt {t["prompt"] + 1}</td></tr>'
         for t in tokens
     )
-    return f"<h2>Tokens that drifted most</h2><div class='scroll'><table>{rows}</table></div>" if rows else ""
+    return _table("Tokens that drifted most", rows)
 
 
 def _prompts(prompts: list[dict[str, Any]]) -> str:
     rows = "".join(
-        f"<tr><td class='n'>{p['kl']:.3g}</td><td><bdi>{show(p['text'])}</bdi></td>"
-        f"<td class='n soft'>prompt {p['prompt'] + 1}</td></tr>"
+        f'<tr><td class="n">{p["kl"]:.3g}</td><td><bdi>{show(p["text"])}</bdi></td>'
+        f'<td class="n soft">prompt {p["prompt"] + 1}</td></tr>'
         for p in prompts
     )
-    return f"<h2>Prompts that drifted most</h2><div class='scroll'><table>{rows}</table></div>" if rows else ""
+    return _table("Prompts that drifted most", rows)
+
+
+def _table(title: str, rows: str) -> str:
+    if not rows:
+        return ""
+    hint = '<p class="hint">KL in nats per token.</p>'
+    return f'<section><h2>{title}</h2>{hint}<table class="plain"><tbody>{rows}</tbody></table></section>'

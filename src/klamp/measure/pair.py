@@ -114,11 +114,7 @@ def _itself(side: Policy) -> Callable[[Part], Anchor]:
 
 def _described(name: str) -> tuple[str, Path | None]:
     """(base model, adapter folder or None) of what a name stands for."""
-    try:
-        adapter = (Path(name) / "adapter_config.json").is_file()
-    except (OSError, ValueError):
-        adapter = False
-    if not adapter:
+    if not models.is_adapter(name):
         return models.resolve(name), None
     folder = Path(name)
     base = check_folder(folder, f"adapter {name!r}").get("base_model_name_or_path")

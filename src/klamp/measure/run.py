@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -23,6 +24,7 @@ from klamp.errors import ConfigError, require_number, writing
 from klamp.measure.figures import Estimate, Figures, total
 from klamp.measure.pair import Pair, load_pair
 from klamp.measure.score import given, records, token_map
+from klamp.measure.sides import sides
 from klamp.messages import Prompt, problem
 from klamp.sampling.sampler import Sampler, context_of
 from klamp.train.batch import Rollout
@@ -49,6 +51,7 @@ class Settings:
     seed: int
     chat: bool | None
     given: bool
+    prompts_hash: str = ""
 
 
 @dataclass(frozen=True)
@@ -100,13 +103,13 @@ class Measurement:
 
 def measure_kl(
     policy: str,
-    reference: str,
-    prompts: Sequence[Prompt],
+    reference: str | None = None,
+    prompts: Sequence[Prompt] | None = None,
     *,
     completions: Sequence[str] | None = None,
-    max_tokens: int = 64,
+    max_tokens: int | None = None,
     samples: int = 1,
-    temperature: float = 1.0,
+    temperature: float | None = None,
     batch: int = 32,
     seed: int = 0,
     chat: bool | None = None,
@@ -119,11 +122,29 @@ def measure_kl(
 ) -> Measurement:
     """Exact KL(policy‖reference) and KL(reference‖policy) over prompts, with intervals, positions and a noise floor.
 
-    Both are a folder, a Hub id, a built-in name or a LoRA adapter's folder. Completions are sampled from the policy
-    unless given. ``out`` keeps the records in a folder and goes on from them when interrupted.
+    Both are a folder, a Hub id, a built-in name, a LoRA adapter's folder, or the folder of a run, which stands for its
+    newest checkpoint and brings what is left out: its base as the reference, its prompts, max_tokens (elsewhere 64),
+    temperature (1.0) and chat. Completions are sampled from the policy unless given. ``out`` keeps the records in a
+    folder and goes on from them when interrupted.
     """
+    asked = sides(policy, reference, prompts)
+    policy, reference, prompts = asked.policy, asked.reference, asked.prompts
+    rollout = RolloutConfig(max_tokens=64) if asked.run is None else asked.run.rollout
+    max_tokens = rollout.max_tokens if max_tokens is None else max_tokens
+    temperature = rollout.temperature if temperature is None else temperature
+    chat = rollout.chat if chat is None else chat
     settings = Settings(
-        policy, reference, len(prompts), max_tokens, samples, temperature, batch, seed, chat, completions is not None
+        policy,
+        reference,
+        len(prompts),
+        max_tokens,
+        samples,
+        temperature,
+        batch,
+        seed,
+        chat,
+        completions is not None,
+        hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16],
     )
     _check(settings, prompts, completions)
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -56,6 +56,14 @@ def resolve(name: str | os.PathLike[str]) -> str:
     raise ConfigError(f"{error} A folder that exists or a Hub id such as {HUB_ID!r} is accepted too.")
 
 
+def is_adapter(name: str) -> bool:
+    """Whether ``name`` is the folder of an adapter rather than of a model."""
+    try:
+        return (Path(name) / "adapter_config.json").is_file()
+    except (OSError, ValueError):  # too long, a NUL in it
+        return False
+
+
 def _refuse_run(folder: Path) -> None:
     """The folder of a training run holds its models one level down."""
     if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):

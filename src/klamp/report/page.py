@@ -45,10 +45,10 @@ def render(view: View, data: dict[str, Any] | None = None, *, live: float = 0.0,
             live=live,
             parts={name: Markup(text) for name, text in made.items()},
             order=EARLY_SAMPLES if view.kind == "runs" else LATE_SAMPLES,
-            style=Markup(_asset("style.css") + _arm_colours(view)),
+            style=Markup(asset("style.css") + _arm_colours(view)),
             data=Markup(inside),
             plotly=Markup(packed_plotly()),
-            script=Markup(_asset("charts.js")),
+            script=Markup(asset("charts.js")),
             nonce=nonce,
             policy=policy(nonce, live=bool(live)),
         )
@@ -104,7 +104,8 @@ def packed_plotly() -> str:
 
 
 @functools.cache
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """A file of the package that goes into pages."""
     return (HERE / name).read_text(encoding="utf-8")
 
 
