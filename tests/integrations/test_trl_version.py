@@ -93,6 +93,7 @@ SOURCES = [
         r"on_pre_optimizer_step.*optimizer\.step\(\).*on_step_end.*_maybe_log_save_evaluate",
         "the order",
     ),
+    (Trainer, "__init__", r"self\.callback_handler\.on_init_end\(", "KLControl finds its trainer among its callers"),
     (Trainer, "_save_checkpoint", r"self\.state\.save_to_json", "stateful_callbacks is written with the checkpoint"),
 ]
 

@@ -68,4 +68,5 @@ def _show(findings: list[Finding], *, whole: bool) -> None:
         said = verdict(findings[0])
         console.print()
         colour = "bold green" if findings[0].accepted else "bold red"
-        console.print(Text.assemble((said.word, colour), f": {said.reason} {stale(findings[0])}"))
+        console.print(stale(findings[0]), soft_wrap=piped)
+        console.print(Text.assemble((said.word, colour), f": {said.reason}"), soft_wrap=piped)

@@ -19,7 +19,7 @@ HEAVY = 2.0
 
 STYLE = """
 td,th{text-align:left}td.n{text-align:right}td{white-space:normal;overflow-wrap:anywhere}td.n{white-space:nowrap}
-.soft{color:var(--soft)}
+.soft{color:var(--soft)}.worst td:first-child,.worst td:last-child{width:90px}
 .bars{display:block;width:100%;height:150px;margin:8px 0}.bars rect{fill:var(--heat)}
 .cards.broad{grid-template-columns:repeat(auto-fill,minmax(min(100%,340px),1fr))}
 .cards.broad article{overflow:visible}
@@ -145,8 +145,8 @@ def _maps(maps: list[dict[str, Any]]) -> str:
     scale = "".join(f'<i style="--k:{k / 4:.2f}"></i>' for k in range(5))
     return (
         '<section id="samples"><h2>Where it drifted</h2><p class="hint">The prompts that drifted most. A token\'s '
-        f'shade is its exact KL from the reference: 0 <span class="scale">{scale}</span> {HEAVY:g} nats and more. Hover '
-        f'or tap for what each model would have said.</p><div class="cards broad">{cards}</div></section>'
+        f'shade is its exact KL from the reference: 0 <span class="scale">{scale}</span> {HEAVY:g} nats and more. '
+        f'Hover or tap for what each model would have said.</p><div class="cards broad">{cards}</div></section>'
     )
 
 
@@ -169,7 +169,7 @@ def _tokens(tokens: list[dict[str, Any]]) -> str:
         f'<td class="n soft">prompt {t["prompt"] + 1}</td></tr>'
         for t in tokens
     )
-    return _table("Tokens that drifted most", rows)
+    return _table("Tokens that drifted most", "KL of the token in nats, after the text before it.", rows)
 
 
 def _prompts(prompts: list[dict[str, Any]]) -> str:
@@ -178,11 +178,11 @@ def _prompts(prompts: list[dict[str, Any]]) -> str:
         f'<td class="n soft">prompt {p["prompt"] + 1}</td></tr>'
         for p in prompts
     )
-    return _table("Prompts that drifted most", rows)
+    return _table("Prompts that drifted most", "KL in nats per token of the completions.", rows)
 
 
-def _table(title: str, rows: str) -> str:
+def _table(title: str, hint: str, rows: str) -> str:
     if not rows:
         return ""
-    hint = '<p class="hint">KL in nats per token.</p>'
-    return f'<section><h2>{title}</h2>{hint}<table class="plain"><tbody>{rows}</tbody></table></section>'
+    table = f'<table class="plain worst"><tbody>{rows}</tbody></table>'
+    return f'<section><h2>{title}</h2><p class="hint">{hint}</p>{table}</section>'

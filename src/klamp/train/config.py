@@ -320,8 +320,8 @@ class TrainConfig:
     model: str = "tiny"
     """The policy: a folder, a Hub id, or a built-in name (tiny, smollm2)."""
     prompts: str | None = None
-    """JSONL with a "prompt" on each line (other columns go to the rewards), or text, one prompt a line. None: the
-    built-in model's own."""
+    """JSONL with a "prompt" on each line, text or a list of messages (other columns go to the rewards), or plain text,
+    one prompt a line. None: the built-in model's own."""
     run: str = "runs/train"
     """Folder of the run: config.yaml, metrics.jsonl, samples.jsonl, checkpoints/."""
     steps: int = UsualCount(USUAL.steps)
