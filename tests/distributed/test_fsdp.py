@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))  # torchrun starts this file by its path
 
-from test_ranks import make_config, recorded  # noqa: F401 (a fixture)
+from test_ranks import apart, make_config, two_steps  # noqa: F401 (a fixture)
 
 from klamp.sharded import whole
 from klamp.train.config import TrainConfig
@@ -53,15 +53,10 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def one_step(config: TrainConfig) -> dict[str, Any]:
-    """Two optimiser steps on the recorded samples; the second starts away from the reference."""
-    from klamp.train.rewards import Scored
-
     made = Trainer(config, rewards=[lambda prompts, completions: [0.0] * len(completions)], quiet=True)
-    rollout, rewards = recorded(made.accelerator.process_index, made.accelerator.num_processes)
-    scored = Scored(rewards, torch.ones(len(rewards), dtype=torch.bool), {})
-    metrics = [made.learner.step(step, rollout, scored).metrics for step in (1, 2)]
+    found: dict[str, Any] = {"before": weights(made), "metrics": two_steps(made), "weights": weights(made)}
     made.sampler.refresh()
-    return {"metrics": metrics, "weights": weights(made), "sampler": sampled(made), "sharded": made.learner.sharded}
+    return found | {"sampler": sampled(made), "sharded": made.learner.sharded}
 
 
 def weights(made: Trainer) -> list[float]:
@@ -119,9 +114,9 @@ def alone(config: TrainConfig) -> dict[str, Any]:
 
 
 def agree(ours: dict[str, Any], theirs: dict[str, Any], bound: float) -> None:
-    for key in ("weights", "sampler"):
-        a, b = torch.tensor(ours[key]), torch.tensor(theirs[key])
-        assert float((a - b).norm() / a.norm()) <= bound, key
+    assert apart(ours, theirs) <= bound
+    a, b = torch.tensor(ours["sampler"]), torch.tensor(theirs["sampler"])
+    assert float((a - b).norm() / a.norm()) <= bound
     for step in range(2):
         assert theirs["metrics"][step] == pytest.approx(ours["metrics"][step], rel=1e-4, abs=1e-6)
 

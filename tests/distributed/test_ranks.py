@@ -1,8 +1,8 @@
 """1 rank = 2 ranks, on a CPU with gloo: the same update of the same samples, one price, one scale, one stop.
 
-The two processes are started by torchrun on this very file. One optimiser step on recorded rollouts must give the
-weights that one process gives, but for the order of float32 sums; through a run every rank holds the same beta and the
-same weights to the bit.
+The two processes are started by torchrun on this very file. Two optimiser steps on recorded rollouts must move the
+weights as one process moves them, but for the order of float32 sums; through a run every rank holds the same beta and
+the same weights to the bit.
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ CASES = {
     "ppo": {"algorithm": {"name": "ppo"}},
 }
 
+EPS = 100.0
+"""Of Adam in the cases. The gradient is clipped at a norm of 1, so that the step is linear in it to a hundredth."""
+MOVE = 0.05
+"""Length of a step on a gradient of norm 1: KL after the first is some 1e-3 nats a token, enough for a price."""
+
 
 def recorded(rank: int, ranks: int) -> tuple[Rollout, torch.Tensor]:
     """Four groups of four sequences of different lengths with their rewards, shared out by whole groups."""
@@ -51,20 +56,36 @@ def recorded(rank: int, ranks: int) -> tuple[Rollout, torch.Tensor]:
     return collate(sequences[mine], counted[mine], logps, pad=0, group_size=4), torch.tensor(rewards[mine])
 
 
-def one_step(config: TrainConfig) -> dict[str, Any]:
-    """Two optimiser steps on the recorded samples; the second starts away from the reference."""
+def two_steps(made: Trainer) -> list[dict[str, float]]:
+    """Metrics of two optimiser steps on the recorded samples; the second starts away from the reference.
+
+    Adam's first step is the sign of each gradient. Where a gradient is zero but for rounding, the order of a sum decides
+    that sign, and two right answers differ by a whole step. With an eps far above every gradient Adam's step is
+    ``lr * momentum / eps``: it differs by no more than the gradients do, which are what processes share.
+    """
     from klamp.train.rewards import Scored
 
-    made = Trainer(config, rewards=[lambda prompts, completions: [0.0] * len(completions)], quiet=True)
-    rank, ranks = made.accelerator.process_index, made.accelerator.num_processes
-    rollout, rewards = recorded(rank, ranks)
+    for group in made.learner.optimizer.param_groups:
+        group |= {"eps": EPS, "initial_lr": MOVE * EPS}
+    rollout, rewards = recorded(made.accelerator.process_index, made.accelerator.num_processes)
     scored = Scored(rewards, torch.ones(len(rewards), dtype=torch.bool), {})
-    metrics = [made.learner.step(step, rollout, scored).metrics for step in (1, 2)]
-    return {"metrics": metrics, "beta": made.learner.steering.beta, "weights": weights(made)}
+    return [made.learner.step(step, rollout, scored).metrics for step in (1, 2)]
+
+
+def one_step(config: TrainConfig) -> dict[str, Any]:
+    made = Trainer(config, rewards=[lambda prompts, completions: [0.0] * len(completions)], quiet=True)
+    before = weights(made)
+    return {"metrics": two_steps(made), "beta": made.learner.steering.beta, "before": before, "weights": weights(made)}
 
 
 def weights(made: Trainer) -> list[float]:
     return torch.cat([p.detach().flatten() for p in made.learner.policy.trainable().values()]).tolist()
+
+
+def apart(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+    """``|their movement - our movement| / |our movement|`` of all trained weights; rounding alone is near 1e-6."""
+    before, a, b = (torch.tensor(x, dtype=torch.float64) for x in (ours["before"], ours["weights"], theirs["weights"]))
+    return float((a - b).norm() / (a - before).norm())
 
 
 def work(folder: Path) -> None:
@@ -138,15 +159,13 @@ def both(make_config: Any, tmp_path_factory: Any) -> tuple[dict[str, Any], list[
 def test_two_processes_make_the_update_of_one(both: Any, name: str) -> None:
     alone, ranks = both
     assert ranks[0][name]["weights"] == ranks[1][name]["weights"], "the ranks hold different weights"
-    # Adam divides by the root of a second moment: where a gradient is of the size of its rounding, so is its sign.
-    a, b = (torch.tensor(x[name]["weights"]) for x in (alone, ranks[0]))
-    assert float((a - b).norm() / (a.norm())) < 1e-5
+    assert apart(alone[name], ranks[0][name]) < 1e-5
     for step in range(2):
         ours, theirs = alone[name]["metrics"][step], ranks[0][name]["metrics"][step]
         assert ours.keys() == theirs.keys()
         assert theirs == pytest.approx(ours, rel=1e-4, abs=1e-6)
         assert theirs == ranks[1][name]["metrics"][step], "metrics are everybody's"
-    assert alone[name]["metrics"][1]["kl/ref/exact"] > 1e-5
+    assert alone[name]["metrics"][1]["kl/ref/exact"] > 5e-4
 
 
 def test_far_from_the_limit_two_processes_measure_the_share_of_one(both: Any) -> None:
