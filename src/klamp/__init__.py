@@ -87,11 +87,14 @@ is loaded."""
 
 
 def __getattr__(name: str) -> object:
+    from klamp.errors import needing
+
     if name == "clamp_kl":
         return importlib.import_module("klamp.clamp").clamp
     for module, names in HOMES.items():
         if name in names:
-            return getattr(importlib.import_module(f"klamp.{module}"), name)
+            with needing(f"klamp.{name}", "train"):
+                return getattr(importlib.import_module(f"klamp.{module}"), name)
     if not name.startswith("_") and importlib.util.find_spec(f"klamp.{name}") is not None:
         return importlib.import_module(f"klamp.{name}")
     raise AttributeError(f"module 'klamp' has no attribute {name!r}")

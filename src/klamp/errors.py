@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import importlib.util
 import math
 import os
 import re
@@ -24,6 +25,44 @@ class ConfigError(KlampError, ValueError):
 
 class DiskError(KlampError, RuntimeError):
     """Something could not be written: no space, no permission, a read-only or failing disk."""
+
+
+class MissingExtra(KlampError, ImportError):
+    """A package that comes with an extra of klamp is not installed."""
+
+
+EXTRAS = {
+    "accelerate": "train",
+    "gguf": "train",
+    "huggingface_hub": "train",
+    "numpy": "train",
+    "peft": "train",
+    "safetensors": "train",
+    "transformers": "train",
+    "vaderSentiment": "train",
+    "yaml": "train",
+    "matplotlib": "report",
+    "plotly": "report",
+    "datasets": "trl",
+    "trl": "trl",
+    "ray": "ray",
+}
+"""Packages that klamp imports, and the extra that brings each."""
+
+
+@contextlib.contextmanager
+def needing(what: str, *extras: str) -> Iterator[None]:
+    """Say of a package that is missing that ``what`` needs it, and name every one of ``extras`` to install."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name not in EXTRAS:
+            raise
+        lacking = [p for p, extra in EXTRAS.items() if extra in extras and importlib.util.find_spec(p) is None]
+        wanted = dict.fromkeys(EXTRAS[package] for package in (name, *lacking))
+        said = f"{what} needs {name}, which is not installed. pip install 'klamp[{','.join(wanted)}]'."
+        raise MissingExtra(said, name=name) from None
 
 
 DISK = {

@@ -25,14 +25,16 @@ from typing import Any, Literal, TypeVar
 
 from klamp import models
 from klamp.controllers import Controller
-from klamp.errors import ConfigError, KlampError, require_number
-from klamp.local.arguments import COEFFICIENT, Arguments, Place, refuse_unknown
-from klamp.local.gather import gather_trajectory_groups
-from klamp.local.trajectories import Choice, Message, Trajectory, TrajectoryGroup
-from klamp.local.worker import Request, TrainResult, Worker
+from klamp.errors import ConfigError, KlampError, needing, require_number
 from klamp.references import ReferenceSpec
-from klamp.train.anchors import saved_steps
-from klamp.train.config import LoraConfig
+
+with needing("klamp.local_backend", "train"):
+    from klamp.local.arguments import COEFFICIENT, Arguments, Place, refuse_unknown
+    from klamp.local.gather import gather_trajectory_groups
+    from klamp.local.trajectories import Choice, Message, Trajectory, TrajectoryGroup
+    from klamp.local.worker import Request, TrainResult, Worker
+    from klamp.train.anchors import saved_steps
+    from klamp.train.config import LoraConfig
 
 __all__ = [
     "Choice",

@@ -59,8 +59,8 @@ def recorded(rank: int, ranks: int) -> tuple[Rollout, torch.Tensor]:
 def two_steps(made: Trainer) -> list[dict[str, float]]:
     """Metrics of two optimiser steps on the recorded samples; the second starts away from the reference.
 
-    Adam's first step is the sign of each gradient. Where a gradient is zero but for rounding, the order of a sum decides
-    that sign, and two right answers differ by a whole step. With an eps far above every gradient Adam's step is
+    Adam's first step is the sign of each gradient. Where a gradient is zero but for rounding, the order of a sum
+    decides that sign, and two right answers differ by a whole step. With an eps far above every gradient Adam's step is
     ``lr * momentum / eps``: it differs by no more than the gradients do, which are what processes share.
     """
     from klamp.train.rewards import Scored

@@ -6,11 +6,12 @@ import importlib
 import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from klamp import __version__
-from klamp.errors import DISK, KlampError, disk_errno, unknown
+from klamp.errors import DISK, KlampError, disk_errno, needing, unknown
 
 DESCRIPTION = "Measure, price and steer the KL divergence of a language model in reinforcement learning."
 
@@ -24,6 +25,9 @@ COMMANDS = {
     "report": ("experiments", "Write the page of a run, a comparison or a sweep."),
 }
 """Each command with its module, which is imported when the command is called, and its line in the usage."""
+
+EXTRAS = {"compare": ("train", "report"), "sweep": ("train", "report"), "report": ("train", "report")}
+"""Commands that need several extras: whoever lacks them hears of all at once."""
 
 
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
@@ -56,12 +60,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_usage())
         return 0
     _printable(sys.stdout)
+    # torch works without NumPy and warns that it is missing; a command that needs NumPy says so itself.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     for variable, value in ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     try:
         if args[0] not in COMMANDS:
             raise unknown("command", args[0], COMMANDS)
-        _call(args[0], args[1:])
+        with needing(args[0], *EXTRAS.get(args[0], ())):
+            _call(args[0], args[1:])
     except KlampError as error:
         print(f"klamp: {error}", file=sys.stderr)
         return 2
@@ -82,12 +89,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f"{error.filename!r}: " if error.filename else ""
         print(f"klamp: {where}{os.strerror(number)}. {DISK[number]}, then try again.", file=sys.stderr)
         return 2
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in EXTRAS:
-            raise
-        extra = EXTRAS[error.name.partition(".")[0]]
-        print(f"klamp: this needs {error.name}. pip install 'klamp[{extra}]'.", file=sys.stderr)
-        return 2
     return 0
 
 
@@ -95,20 +96,6 @@ def _printable(stream: Any) -> None:
     """Where a terminal or a file takes ASCII alone, π is shown as a question mark instead of ending the command."""
     if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
         stream.reconfigure(errors="replace")
-
-
-EXTRAS = {
-    "accelerate": "train",
-    "peft": "train",
-    "safetensors": "train",
-    "transformers": "train",
-    "yaml": "train",
-    "jinja2": "report",
-    "matplotlib": "report",
-    "plotly": "report",
-    "ray": "ray",
-}
-"""Packages that come with an extra of klamp."""
 
 
 def _usage() -> str:
