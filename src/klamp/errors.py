@@ -41,6 +41,7 @@ EXTRAS = {
     "transformers": "train",
     "vaderSentiment": "train",
     "yaml": "train",
+    "jinja2": "report",
     "matplotlib": "report",
     "plotly": "report",
     "datasets": "trl",
