@@ -15,6 +15,9 @@ import torch
 
 import klamp
 from klamp import compat
+from klamp.compat.settings import FOREIGN
+from klamp.train.config import TrainConfig
+from klamp.train.settings import fields_of, from_yaml
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -87,6 +90,74 @@ SPANS = {
     for row in table.splitlines()
     for span in re.findall(r"`([^`]+)`", row.partition(" | ")[2])
 }
+
+
+ROWS = [
+    row.strip("| ").split(" | ")
+    for table in re.findall(r"\| setting \(default\).*?\n\n", PAGE, re.DOTALL)
+    for row in table.splitlines()[2:]
+    if row.startswith("|")
+]
+
+
+def test_the_column_of_klamp_train_says_what_klamp_train_answers() -> None:
+    """A foreign name at the head of a row, and klamp's fields for it in its third column."""
+    checked = 0
+    for first, _, train, *_ in (row for row in ROWS if not row[0].startswith("metric")):
+        names = {re.split(r"[ :(]", span)[0].lstrip("-").rpartition(".")[2] for span in re.findall(r"`([^`]+)`", first)}
+        fields = set(re.findall(r"`([a-z]+\.[a-z_]+)", train))
+        for name in names & set(FOREIGN):
+            meant = set(re.findall(r"[a-z]+\.[a-z_]+", FOREIGN[name].here))
+            assert meant & fields or not (meant and fields), (first, train, FOREIGN[name].here)
+            checked += 1
+    assert checked > 30
+
+
+def test_the_fields_in_that_column_and_the_metrics_in_it_exist() -> None:
+    fields = {name for name, _ in fields_of(TrainConfig)}
+    metrics = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    for _, _, train, *_ in ROWS:
+        for span in re.findall(r"`([^`]+)`", train):
+            name = span.partition("=")[0]
+            assert name in fields or f"`{name}`" in metrics, span
+
+
+def test_the_table_of_names_is_the_table_that_answers() -> None:
+    rows = [f"| `{n}` | {f.systems} | {f.here or 'none'} | {f.note} |" for n, f in FOREIGN.items()]
+    assert "\n".join(["|---|---|---|---|", *rows, ""]) in PAGE
+
+
+YAML = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.mark.parametrize("text", YAML, ids=range(len(YAML)))
+def test_every_yaml_is_a_configuration(text: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    config = from_yaml(TrainConfig, tmp_path / "run.yaml")
+    assert config.kl.make_controller().init().beta == config.kl.beta
+    assert config.kl.clamp_limit is None
+    assert len(YAML) == len(SYSTEMS)
+
+
+def test_trlx_metrics_with_padding() -> None:
+    """trlx's three figures on a padded batch as its code has them, against the expressions of the page."""
+    g = torch.Generator().manual_seed(0)
+    logp, ref_logp, old_logp = (-3 * torch.rand(4, 9, generator=g, dtype=torch.float64) for _ in range(3))
+    attention_mask = torch.arange(10) < torch.tensor([[10], [4], [7], [1]])
+    mask = attention_mask[:, 1:].long()
+    log_ratio = (logp - ref_logp) * attention_mask[:, :-1]
+    kl = log_ratio.exp() - 1 - log_ratio
+    drift = (logp - old_logp) * mask
+    want = {
+        "policy/sqrt_kl": kl.sum(1).mean().sqrt(),
+        "policy/kl_per_token": kl.mean().sqrt(),
+        "policy/approx_kl": (drift.exp() - 1 - drift).mean(),
+    }
+    names = {**vars(klamp.estimators), **vars(recipes), "mean": klamp.mean}
+    names |= {"logp": logp, "ref_logp": ref_logp, "old_logp": old_logp, "mask": mask, "attention_mask": attention_mask}
+    for metric, value in want.items():
+        (row,) = (row for row in ROWS if row[0] == f"metric `{metric}`")
+        assert eval(row[1].strip("`"), names).item() == pytest.approx(value.item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("span", sorted(SPANS))

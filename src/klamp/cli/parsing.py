@@ -46,6 +46,7 @@ def parsed(target: Callable[..., Any], args: list[str], **options: Any) -> Any:
         if error is not None:
             raise error from None
         _refuse_switch_values(args, unseen.getvalue())
+        _answer_foreign(args, unseen.getvalue())
     return tyro.cli(target, args=args, **options)  # once more for all to see: the help, or what does not parse
 
 
@@ -60,6 +61,16 @@ def _refuse_switch_values(args: list[str], said: str) -> None:
         part, dot, leaf = flag[2:].rpartition(".")
         on, off = f"--{part}{dot}{leaf.removeprefix('no-')}", f"--{part}{dot}no-{leaf.removeprefix('no-')}"
         raise ConfigError(f"{flag} is a switch and takes no value, got {value!r}. {on} is on, {off} is off.")
+
+
+def _answer_foreign(args: list[str], said: str) -> None:
+    """Another system's name for a setting, as ``--kl.init_kl_coef``, by klamp's; tyro only says that it knows none."""
+    from klamp.compat.settings import foreign
+
+    unrecognised = re.sub(r"[│\s]+", " ", said).partition("Unrecognized options: ")[2].partition("──")[0]
+    for flag in (item.partition("=")[0] for item in args if item.startswith("--")):
+        if re.search(rf"(?<!\S){re.escape(flag)}(?![\w.-])", unrecognised) and (answer := foreign(flag)):
+            raise ConfigError(answer)
 
 
 def value_of(flag: str, args: list[str]) -> str | None:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from klamp.compat.settings import foreign
 from klamp.errors import ConfigError, unknown
 from klamp.train.config import TrainConfig
 from klamp.train.settings import convert, fields_of, from_dict
@@ -103,7 +104,7 @@ def _field(expression: str, piece: Piece) -> tuple[str, Any]:
     """The field's dotted name and its type."""
     kinds = {n: k for n, k in fields_of(TrainConfig) if n not in NOT_SWEPT}
     if piece.text not in kinds:
-        error = unknown("field", piece.text, kinds)
+        error = foreign(piece.text) or unknown("field", piece.text, kinds)
         raise ConfigError(f"--over: {error}\n{_point(expression, piece)}")
     return piece.text, kinds[piece.text]
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from klamp.compat.settings import foreign
 from klamp.errors import ConfigError, shown, unknown
 
 T = TypeVar("T")
@@ -107,6 +108,8 @@ def from_dict(cls: type[T], data: object, *, over: T | None = None, where: str =
     values: dict[str, Any] = {} if over is None else {name: getattr(over, name) for name in known}
     for key, value in data.items():
         if key not in known:
+            if said := foreign(f"{prefix}{key}", value):
+                raise ConfigError(f"{where}: {said}")
             raise unknown(f"{where}: field", f"{prefix}{key}", [f"{prefix}{name}" for name in known])
         name = f"{prefix}{key}"
         kind = hints[key]
