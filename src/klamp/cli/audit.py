@@ -63,7 +63,7 @@ def _show(findings: list[Finding], *, whole: bool) -> None:
     console = Console(width=140 if piped else None, highlight=False)
     console.print(render(findings))
     console.print()
-    console.print(f"{LEGEND} {REFUSED}" if whole else LEGEND, style="dim")
+    console.print(f"{LEGEND} {REFUSED}" if whole else LEGEND, style="dim", soft_wrap=piped)
     if not whole:
         said = verdict(findings[0])
         console.print()
