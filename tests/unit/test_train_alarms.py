@@ -65,6 +65,10 @@ def test_a_reward_that_never_differs_is_told_once_on_the_screen_and_counted(
     said = capfd.readouterr().err
     assert said.count("alarm no_signal") == said.count("every completion has the same reward") == 1
     assert "reward.functions" in said
+    assert said.splitlines()[0].endswith(
+        "8 steps of 2 × 4 completions of up to 6 tokens, learning rate 0.01, KL to 0.05 nats per token. "
+        f"Run: {made.config.run}"
+    )
     assert last["reward/no_signal"] == 1.0
 
 

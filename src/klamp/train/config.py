@@ -271,8 +271,7 @@ class OptimConfig:
     """AdamW and its schedule."""
 
     lr: float = UsualRate(USUAL.lr)
-    """Learning rate: 1.5e-3 for tiny, 5e-4 for smollm2, 5e-4 · (576 / hidden size)^(3/4) for others; a tenth of it with
-    full."""
+    """Learning rate: 1.5e-3 (tiny), 5e-4 (smollm2) or 5e-4 · (576 / hidden size)^(3/4); a tenth of it with full."""
     value_lr: float = 1e-3
     """Learning rate of PPO's value head."""
     weight_decay: float = 0.0
@@ -341,7 +340,7 @@ class TrainConfig:
     sample_every: int = 10
     """Steps between entries of samples.jsonl."""
     resume: bool = False
-    """Go on from the newest whole checkpoint of the run folder."""
+    """Go on from the newest whole checkpoint of the run folder; --resume RUN names it and takes its configuration."""
     skip_damaged: bool = False
     """When resuming, pass over a damaged checkpoint instead of stopping at it."""
     preflight: bool = True

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from klamp.monitor import Alarm
+from klamp.train.config import TrainConfig
 from klamp.train.figures import BAND
 
 RECENT = 5
@@ -81,6 +82,16 @@ class Display:
         done = step - (self.first or 0)
         seconds = (time.monotonic() - self.begun) / max(done, 1) * (self.steps - step)
         return f"{seconds:.0f} s left" if seconds < 120 else f"{seconds / 60:.0f} min left"
+
+
+def opening(config: TrainConfig) -> str:
+    """What a run is about to do, its usual values written out."""
+    rollout, kl = config.rollout, config.kl
+    batch = f"{rollout.prompts} × {rollout.group_size} completions of up to {rollout.max_tokens} tokens"
+    aim = f"KL to {kl.target:g} nats per {kl.per}" if kl.controller != "fixed" else f"beta {kl.beta:g}"
+    rewards = " + ".join(config.reward.functions)
+    what = f"{config.model}, {config.algorithm.name}, {rewards}"
+    return f"{what}: {config.steps} steps of {batch}, learning rate {config.optim.lr:g}, {aim}. Run: {config.run}"
 
 
 def summary(metrics: dict[str, float], recent: Sequence[float] = ()) -> str:

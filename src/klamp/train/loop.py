@@ -28,7 +28,7 @@ from klamp.train import checkpoint, data
 from klamp.train.anchors import check_reference
 from klamp.train.batch import Rollout
 from klamp.train.config import TrainConfig
-from klamp.train.display import Display
+from klamp.train.display import Display, opening
 from klamp.train.launch import check_tracker, make_accelerator
 from klamp.train.learner import Learner, Outcome, TrainingError
 from klamp.train.policy import build
@@ -91,6 +91,7 @@ class Trainer:
     def _run(self) -> dict[str, float]:
         done = self._resume()
         metrics = self.folder.last()
+        self.display.say(opening(self.config))
         with self.stop.listening(), self.display.live(done):
             for step in range(done + 1, self.config.steps + 1):
                 clock = Clock()
