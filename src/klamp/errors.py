@@ -47,6 +47,7 @@ EXTRAS = {
     "datasets": "trl",
     "trl": "trl",
     "ray": "ray",
+    "httpx": "server",
 }
 """Packages that klamp imports, and the extra that brings each."""
 

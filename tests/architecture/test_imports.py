@@ -17,7 +17,7 @@ import klamp
 ROOT = Path(klamp.__file__).parent
 LAYERS = [
     {"errors", "masked", "messages", "jsonl", "plain", "functions", "sharded"},
-    {"estimators", "controllers", "placements", "clamp", "objectives", "kernels"},
+    {"estimators", "controllers", "placements", "clamp", "objectives", "kernels", "trust"},
     {"compat", "audit", "monitor", "models", "references", "sampling"},
     {"train"},
     {"local_backend", "local", "integrations", "measure", "experiments", "report"},
@@ -31,6 +31,7 @@ BESIDE = {
     ("plain", "errors"),
     ("functions", "errors"),
     ("placements", "estimators"),
+    ("trust", "objectives"),  # the corrected loss is the clipped one, weighted
     ("kernels", "estimators"),  # the specification of a kernel's KL terms is the estimator itself
     ("references", "models"),
     ("local_backend", "local"),

@@ -23,6 +23,7 @@ from klamp.local import worker as worker_module
 from klamp.local_backend import Choice, LocalBackend, TrainableModel, TrainResult, Trajectory, TrajectoryGroup
 from klamp.references import Ema, StepLag
 from klamp.train import learner as learner_module
+from klamp.train import pricing
 from klamp.train.anchors import REFERENCE, ReferencePolicyError
 from klamp.train.checkpoint import CheckpointError
 
@@ -122,7 +123,7 @@ class Spy:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.kl: list[Tensor] = []
         self.added: list[Tensor] = []
-        real = learner_module.in_advantage
+        real = pricing.in_advantage
 
         def watched(advantages: Tensor, kl: Tensor, beta: Any, mask: Tensor, **extra: Any) -> Tensor:
             out = real(advantages, kl, beta, mask, **extra)
@@ -130,7 +131,7 @@ class Spy:
             self.added.append((out - advantages)[mask])
             return out
 
-        monkeypatch.setattr(learner_module, "in_advantage", watched)
+        monkeypatch.setattr(pricing, "in_advantage", watched)
 
 
 # The price

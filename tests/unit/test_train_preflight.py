@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from klamp.placements import ACCEPTED
+from klamp.train import pricing
 from klamp.train.preflight import PreflightError, preflight
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -66,13 +67,14 @@ def test_an_adapter_that_is_not_off(ready: Any, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_kl_term_without_a_graph(ready: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made, rollout = ready
-    plain = made.learner._priced
+    plain = pricing.price_of
 
     def detached(*args: Any) -> Any:
         advantages, unclipped, price = plain(*args)
-        return advantages, None if unclipped is None else torch.zeros_like(unclipped), price.detach()
+        none = None if unclipped is None else torch.zeros_like(unclipped)
+        return pricing.Priced(advantages, none, price.detach())
 
-    monkeypatch.setattr(made.learner, "_priced", detached)
+    monkeypatch.setattr(pricing, "price_of", detached)
     with pytest.raises(PreflightError, match="does not reach the update"):
         preflight(made.learner, rollout)
 

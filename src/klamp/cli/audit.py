@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from klamp.audit import Finding
 
 
-def audit(function: str | None = None, /, *, json: bool = False, worlds: int = 20) -> None:
+def audit(function: str | None = None, /, *, json: bool = False, worlds: int = 20, samplers: bool = False) -> None:
     """Say what a KL term descends, by enumerating a small language model exactly.
 
     Alone it prints the whole matrix of estimators and placements. With module:function it audits your own
@@ -24,12 +24,16 @@ def audit(function: str | None = None, /, *, json: bool = False, worlds: int = 2
         function: Your loss, written module:function. Modules of the working folder are found.
         json: Print JSON for programs instead of a table.
         worlds: How many random models the medians are taken over.
+        samplers: What an update on another sampler's tokens descends, with each correction of algorithm.correction.
     """
     from klamp.audit import audit_function, audit_matrix, load_function, verdict
 
     if worlds < 1:
         raise ConfigError(f"--worlds must be >= 1, got {worlds}. The default is 20.")
     seeds = range(worlds)
+    if samplers:
+        _show_samplers(function, seeds, json=json)
+        return
     if function is None:
         findings = _with_progress(lambda watch: audit_matrix(seeds, watch=watch), quiet=json)
     else:
@@ -39,6 +43,22 @@ def audit(function: str | None = None, /, *, json: bool = False, worlds: int = 2
         print(jsonlib.dumps(rows, indent=2, ensure_ascii=False))
     else:
         _show(findings, whole=function is None)
+
+
+def _show_samplers(function: str | None, seeds: range, *, json: bool) -> None:
+    from rich.console import Console
+
+    from klamp.audit.samplers import audit_samplers, render
+
+    if function is not None:
+        raise ConfigError(f"--samplers audits klamp's corrections and takes no function, got {function!r}.")
+    findings = audit_samplers(seeds)
+    if json:
+        print(jsonlib.dumps([f.to_dict() for f in findings], indent=2, ensure_ascii=False))
+        return
+    console = Console(width=140 if not sys.stdout.isatty() else None)
+    console.print(render(findings))
+    console.print("\nbias and std are relative to the gradient of the reward less the price of the sequence's KL.")
 
 
 def _with_progress(work: Callable[[Callable[[str], None]], list[Finding]], *, quiet: bool) -> list[Finding]:

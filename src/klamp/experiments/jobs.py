@@ -122,7 +122,7 @@ class Watch:
             return {}
         if self.texts is None:
             self.texts = heldout(trainer.config.model, trainer.tokenizer, self.job.heldout, self.job.texts)
-        model = trainer.sampler.model
+        model = _own_sampler(trainer).model
         return {
             "heldout/perplexity": perplexity(model, self.texts),
             "heldout/perplexity_reference": perplexity(model, self.samples),
@@ -130,10 +130,20 @@ class Watch:
 
     def _probe(self, step: int, trainer: Trainer) -> None:
         prompts = trainer.prompts.given
-        rollout = _sample(trainer.sampler, trainer.encoded, prompts, _spread(len(prompts), PROBES), seed=4)
+        rollout = _sample(_own_sampler(trainer), trainer.encoded, prompts, _spread(len(prompts), PROBES), seed=4)
         folder = RunFolder(trainer.config.run)
         for row in _probe_rows(trainer.tokenizer, rollout, token_kl(trainer, rollout)):
             folder.append(folder.probes, {"step": step, **row})
+
+
+def _own_sampler(trainer: Trainer) -> Sampler:
+    """The sampler of a run, whose model the experiments read perplexities from."""
+    if not isinstance(trainer.sampler, Sampler):
+        raise ConfigError(
+            "rollout.engine=vllm cannot be compared or swept: perplexities are read from klamp's own sampler. Use "
+            "klamp train for runs through a server."
+        )
+    return trainer.sampler
 
 
 @torch.no_grad()

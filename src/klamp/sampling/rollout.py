@@ -38,6 +38,10 @@ class Rollout:
     """The dataset's other columns, one entry a sequence."""
     ended: Tensor | None = None
     """[N] True where the sequence ended by itself."""
+    version: int | None = None
+    """Updates that the weights it was drawn from had seen; None: those of the policy as it is."""
+    left_out: tuple[int, ...] = ()
+    """Prompts asked for that have no completions here: their requests failed."""
 
     @property
     def tokens(self) -> Tensor:

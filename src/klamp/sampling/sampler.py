@@ -46,9 +46,12 @@ class Sampler:
             self.model, config.temperature, config.top_p, self.end, int(tokenizer.pad_token_id), fast=self.merged.fast
         )
 
-    def refresh(self) -> None:
-        """Sample from the policy's weights as they are now; every process calls."""
+    def refresh(self, step: int = 0) -> None:
+        """Sample from the policy's weights as they are now, after ``step`` updates; every process calls."""
         self.merged.refresh()
+
+    def close(self) -> None:
+        """Nothing to give back: it all lives in this process."""
 
     @torch.no_grad()
     def sample(self, prompts: Sequence[Sequence[int]], texts: Sequence[Prompt], generator: torch.Generator) -> Rollout:

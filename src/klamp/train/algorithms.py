@@ -68,6 +68,8 @@ class Prepared:
     """[N] of a sequence's tokens in the policy loss; None: all alike."""
     source_logp: Tensor | None = None
     """[N, C] log-probs that ``in_advantage`` takes k1 of; None: the policy's as they are met in the update."""
+    sampler_logp: Tensor | None = None
+    """[N, C] log-probs under the sampler, where the update corrects for it; NaN where they are not known."""
 
 
 class Measured(Protocol):

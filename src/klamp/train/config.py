@@ -17,6 +17,7 @@ from klamp.errors import ConfigError, require_number, shown, unknown
 from klamp.masked import UNITS, Unit
 from klamp.placements import check, refusal
 from klamp.references import parse
+from klamp.train.correction import CorrectionConfig
 from klamp.train.presumed import Presumed, PresumedTarget, PresumedUnit, UsualCount, UsualRate, left_out
 
 NOT_PRICED = ("exact_forward", "top_k_exact", "fitted")
@@ -197,6 +198,24 @@ class RolloutConfig:
     """Wrap prompts in the chat template. None: where the tokenizer has one."""
     chunk: int = 0
     """Completions sampled at once; 0: all of a process's share."""
+    engine: Literal["builtin", "vllm"] = "builtin"
+    """builtin: klamp's own sampler. vllm: a vLLM server at url, which gets the adapter after every update."""
+    url: str | None = None
+    """vllm: address of the server, such as http://127.0.0.1:8000. A key is read from VLLM_API_KEY."""
+    served: str | None = None
+    """vllm: what the server calls the base. None: the model's name."""
+    adapters: str | None = None
+    """vllm: folder for the adapter's versions that the server can read. None: adapters/ in the run's folder."""
+    ahead: Literal[0, 1] = 0
+    """vllm: draw the next step's completions while this step trains. They are then one update old, and corrected."""
+    timeout: float = 600.0
+    """vllm: seconds that one request may take."""
+    retries: int = 5
+    """vllm: how often a request is repeated that failed for a reason that may pass."""
+    on_failure: Literal["stop", "skip"] = "stop"
+    """vllm: a prompt whose request fails for good stops the run, or is left out of the step and counted."""
+    max_gap: float | None = None
+    """Mean |log-prob of the trainer - of the sampler| in nats a token at which the run stops. None: it only alarms."""
 
     def __post_init__(self) -> None:
         for name in ("prompts", "group_size", "max_tokens"):
@@ -204,6 +223,26 @@ class RolloutConfig:
         require_number("rollout.temperature", self.temperature, above=0, way_out="1.0 samples the model itself.")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"rollout.top_p must be in (0, 1], got {self.top_p!r}. 1.0 samples the model itself.")
+        self._check_engine()
+
+    def _check_engine(self) -> None:
+        if self.engine not in ("builtin", "vllm"):
+            raise unknown("rollout.engine", self.engine, ("builtin", "vllm"))
+        if self.engine == "vllm" and self.url is None:
+            raise ConfigError("rollout.url is missing for rollout.engine=vllm. Give it as http://127.0.0.1:8000.")
+        if self.engine == "builtin":
+            for name in ("url", "served", "adapters"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"rollout.{name} belongs to a server. Add rollout.engine=vllm.")
+        if self.ahead not in (0, 1) or (self.ahead and self.engine == "builtin"):
+            raise ConfigError(
+                f"rollout.ahead must be 0, or 1 with rollout.engine=vllm, got {self.ahead!r}: klamp's own sampler "
+                "shares the device with the update."
+            )
+        require_number("rollout.timeout", self.timeout, above=0, way_out="It is in seconds; 600 is usual.")
+        require_number("rollout.retries", self.retries, at_least=0, way_out="It is a count; 5 is usual.")
+        if self.max_gap is not None:
+            require_number("rollout.max_gap", self.max_gap, above=0, way_out="It is in nats a token; 0.5 is wide.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,6 +295,7 @@ class AlgorithmConfig:
     """PPO: how far the value may move from the old one."""
     value_weight: float = 0.1
     """PPO: weight of the value loss."""
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
 
     def __post_init__(self) -> None:
         if self.name not in ("grpo", "ppo"):
@@ -374,11 +414,24 @@ class TrainConfig:
                 f"algorithm.minibatches {self.algorithm.minibatches} is more than the "
                 f"{self.rollout.prompts * self.rollout.group_size} completions of a step. Lower it."
             )
+        if self.rollout.engine == "vllm" and self.full:
+            raise ConfigError(
+                "full and rollout.engine=vllm do not go together: a server takes adapters over HTTP, not whole models. "
+                "Train a LoRA adapter, or sample with rollout.engine=builtin."
+            )
         if self.algorithm.name == "grpo" and self.rollout.group_size < 2:
             raise ConfigError(
                 "rollout.group_size is 1, and GRPO compares completions of one prompt. Use 2 or more, or "
                 "algorithm.name=ppo."
             )
+
+    @property
+    def correction(self) -> CorrectionConfig | None:
+        """What corrects for the sampler; None where nothing does."""
+        found = self.algorithm.correction
+        if found.kind == "auto":
+            return CorrectionConfig(kind="truncate", limit=found.limit) if self.rollout.engine == "vllm" else None
+        return None if found.kind == "none" else found
 
     def resolved(self, run: TrainConfig | None = None) -> TrainConfig:
         """Every field that was left out written down: as ``run`` has it, or else as is usual for the model."""

@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from klamp import estimators as e
+from klamp import trust
 from klamp.clamp import Clamped, lora_scaler, snapshot, weights_scaler
 from klamp.errors import KlampError
 from klamp.kernels import TokenStats
 from klamp.masked import select, sum_count
 from klamp.monitor import Alarm
-from klamp.objectives import policy_loss, to_go, value_loss
-from klamp.placements import in_advantage, in_loss, sequence_exact
+from klamp.objectives import value_loss
 from klamp.references import parse
 from klamp.sampling.merged_model import ADAPTER, MergedModel
 from klamp.sharded import settle, whole
-from klamp.train.algorithms import Look, Prepared, estimate, needs_look, prepare
+from klamp.train.algorithms import Look, Prepared, needs_look, prepare
 from klamp.train.anchors import AdapterOff, Reference, anchor
 from klamp.train.batch import Part, Rollout, parts
 from klamp.train.config import TrainConfig
@@ -35,11 +35,15 @@ from klamp.train.data import mix
 from klamp.train.figures import band, clamp_metrics, reward_metrics, sampler_gap
 from klamp.train.optim import adamw, share_of_rate
 from klamp.train.policy import Anchor, Policy
+from klamp.train.pricing import policy_term
 from klamp.train.reading import Reading, Sums
 from klamp.train.recall import Recall
 from klamp.train.rewards import Scored
 from klamp.train.steering import Steering
 from klamp.train.tally import Tally
+
+PER_TOKEN = ("kl/ref/exact", "kl/ref/k1", "kl/ref/k3", "kl/sampler/k1", "kl/sampler/k3", "rollout/gap")
+"""Means over the counted tokens that every step logs."""
 
 
 class TrainingError(KlampError, RuntimeError):
@@ -82,6 +86,8 @@ class Learner:
         self.skipped = 0
         """Updates left out over the whole run: nothing counted, or the gradient was not finite."""
         self.grad_norm = 0.0
+        self.largest_gap = torch.zeros(())
+        """The largest difference between sampler and policy on this process's tokens of the step."""
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -96,7 +102,9 @@ class Learner:
             self._first_price(1.0, rollout.mask)
         beta = self.steering.beta if self.steering.state is not None else 0.0
         prepared = prepare(self.config, rollout, scored, look, beta, self.reduce)
-        if stale and look is not None:
+        if self.config.correction is not None:
+            prepared = replace(prepared, sampler_logp=rollout.sampler_logp)
+        elif stale and look is not None:
             known = torch.isfinite(rollout.sampler_logp)
             prepared = replace(prepared, old_logp=torch.where(known, rollout.sampler_logp, look.logp))
         self._first_price(prepared.spread, prepared.counted)
@@ -129,7 +137,7 @@ class Learner:
         prepared: Prepared,
     ) -> Outcome:
         priced = self.steering.beta
-        per_token = {name: sums.mean(name) for name in ("kl/ref/exact", "kl/ref/k1", "kl/ref/k3", "kl/sampler/k1")}
+        per_token = {name: sums.mean(name) for name in PER_TOKEN}
         comparable = {"k3": per_token["kl/ref/k3"]} if self.config.kl.per == "token" else {}
         rewards = reward_metrics(rollout, scored, self.reduce)
         alarms = self.steering.observe(
@@ -146,8 +154,9 @@ class Learner:
             self.steering.new_reference()  # the next batch's KL will be to another reference
         metrics = {**per_token, "kl/steered": kl, "kl/beta": priced, **band(kl, self.config.kl.target)}
         metrics |= {} if clamped is None else clamp_metrics(self.steering, clamped)
-        metrics |= {name: sums.mean(name) for name in sums.names() if name.startswith(("loss/", "policy/"))}
+        metrics |= {name: sums.mean(name) for name in sums.names() if name.startswith(("loss/", "policy/", "rollout/"))}
         metrics |= {**rewards, "policy/spread": prepared.spread}
+        metrics["rollout/gap_max"] = self.largest(self.largest_gap)
         metrics |= {"train/skipped": float(self.skipped), "train/lr": self._lr(step), "train/grad_norm": self.grad_norm}
         return Outcome(metrics, alarms, seen.kl, sampler_gap(rollout, seen.logp, prepared.counted))
 
@@ -199,15 +208,13 @@ class Learner:
             states = self.module(piece, values=prepared.returns is not None)
             stats = self.policy.stats(piece, states.hidden, reference)
         old = stats.logp.detach() if prepared.old_logp is None else piece.of(prepared.old_logp)
-        advantages, unclipped, price = self._priced(piece, prepared, stats, old)
-        cispo = self.config.algorithm.loss == "cispo"
-        pg = policy_loss(stats.logp, old, advantages, clip=self.config.algorithm.clip, unclipped=unclipped, cispo=cispo)
-        if prepared.weights is not None:
-            pg = pg * prepared.weights[piece.rows][:, None]
-        policy_term = select(pg, counted).sum()
-        loss = policy_term + price
+        policy, price, corrected = policy_term(self.config, piece, prepared, stats, old, self.steering.beta)
+        loss = policy + price
         if tally is not None:
-            self._tally_losses(counted, stats, old, policy_term, price, tally)
+            self._tally_losses(counted, stats, old, policy, price, tally)
+            if corrected is not None:
+                tally.add("rollout/truncated", corrected.truncated.sum(), counted.sum())
+                tally.add("rollout/left_out", (counted & ~corrected.stays).sum(), counted.sum())
         if prepared.returns is not None and prepared.old_values is not None and states.values is not None:
             values = value_loss(
                 states.values,
@@ -220,30 +227,6 @@ class Learner:
             if tally is not None:
                 tally.add("loss/value", value_term.detach(), counted.sum())
         return loss / count, stats
-
-    def _priced(
-        self, piece: Part, prepared: Prepared, stats: TokenStats, old: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """(advantages, advantages outside the clip, price in the loss) of a part for the configured placement."""
-        kl, beta, counted = self.config.kl, self.steering.beta, piece.mask
-        advantages = piece.of(prepared.advantages)
-        nothing = torch.zeros((), device=self.device)
-        assert stats.ref_logp is not None, "the learner always has a reference"
-        if kl.placement == "sequence_exact":
-            assert stats.kl is not None, "and its exact KL"
-            sampler = None if prepared.old_logp is None else old
-            both = sequence_exact(stats.kl, beta, counted, logp=stats.logp, old_logp=sampler, max_weight=kl.max_weight)
-            return advantages, both.advantage, both.local.sum()
-        if kl.placement == "in_loss":
-            return advantages, None, in_loss(estimate(kl, stats, old), beta, counted, count=1.0)
-        if kl.placement == "in_advantage":
-            recorded = prepared.source_logp
-            cost = estimate(kl, stats, old) if recorded is None else e.k1(piece.of(recorded), stats.ref_logp)
-            return in_advantage(advantages, cost, beta, counted, mean=prepared.kl_mean), None, nothing
-        if self.config.algorithm.name == "grpo":
-            cost = estimate(kl, stats, old).detach()
-            return advantages - beta * to_go(cost, counted), None, nothing
-        return advantages, None, nothing
 
     def _apply(self, step: int) -> None:
         """Clip, step, and skip a step whose gradient is not finite; DeepSpeed has done the first two by now."""
@@ -334,8 +317,11 @@ class Learner:
         tally.add("kl/ref/exact", *sum_count(seen.kl, counted))
         tally.add("kl/ref/k1", *sum_count(e.k1(seen.logp, seen.ref_logp), counted))
         tally.add("kl/ref/k3", *sum_count(e.k3(seen.logp, seen.ref_logp, tail=self.config.kl.tail), counted))
-        known = counted & torch.isfinite(rollout.sampler_logp)
-        tally.add("kl/sampler/k1", *sum_count(rollout.sampler_logp - seen.logp, known))
+        gap = trust.gap(seen.logp, rollout.sampler_logp, counted)
+        tally.add("kl/sampler/k1", gap.k1, gap.tokens)
+        tally.add("kl/sampler/k3", gap.k3, gap.tokens)
+        tally.add("rollout/gap", gap.absolute, gap.tokens)
+        self.largest_gap = gap.largest
         tally.add("sequences", torch.zeros(()), torch.tensor(len(rollout)))
 
     def _tally_losses(
@@ -387,6 +373,12 @@ class Learner:
     def reduce(self, x: Tensor) -> Tensor:
         """The sum over all processes."""
         return self.accelerator.reduce(x.to(self.device), reduction="sum")  # type: ignore[no-any-return]
+
+    def largest(self, x: Tensor) -> float:
+        """The largest value over all processes, by the one exchange there is: a sum."""
+        each = torch.zeros(self.accelerator.num_processes, device=self.device)
+        each[self.accelerator.process_index] = x
+        return float(self.reduce(each).max())
 
     def _forward(self, piece: Part) -> Any:
         return self.module(piece)

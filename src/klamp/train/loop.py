@@ -11,7 +11,7 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -23,7 +23,9 @@ from klamp import models
 from klamp.errors import ConfigError, KlampError
 from klamp.messages import as_text
 from klamp.references import parse
-from klamp.sampling.sampler import Sampler, context_of
+from klamp.sampling.ahead import Ahead
+from klamp.sampling.sampler import context_of
+from klamp.sampling.server_sampler import ServerSampler
 from klamp.train import checkpoint, data
 from klamp.train.anchors import check_reference
 from klamp.train.batch import Rollout
@@ -35,6 +37,7 @@ from klamp.train.policy import build
 from klamp.train.preflight import preflight
 from klamp.train.rewards import RewardFunction, Scorer
 from klamp.train.runs import Changes, RunFolder
+from klamp.train.samplers import make_sampler
 
 
 class Trainer:
@@ -74,10 +77,15 @@ class Trainer:
         self._check_context(context)
         with _together(self.accelerator, config):
             self.learner = _learner(config, self.accelerator)
-        self.sampler = Sampler(self.learner.policy, self.tokenizer, config.rollout, context, self.learner.merged)
-        self.sampler.check(self.encoded)
+        self.sampler = make_sampler(config, self.learner, self.tokenizer, context, self.encoded)
         self.display = Display(config.steps, quiet=quiet or not self.accelerator.is_main_process)
         self.stop = Stop(told=not self.display.quiet)
+        self.rollouts = Ahead(
+            self.sample,
+            last=config.steps,
+            ahead=config.rollout.ahead > 0,
+            stopped=lambda: bool(self.stop.asked) and self.accelerator.num_processes == 1,
+        )
 
     def run(self) -> dict[str, float]:
         """Train to the last step and return its metrics."""
@@ -92,25 +100,58 @@ class Trainer:
         done = self._resume()
         metrics = self.folder.last()
         self.display.say(opening(self.config))
-        with self.stop.listening(), self.display.live(done):
+        with self.stop.listening(), self.display.live(done), contextlib.closing(self.sampler):
+            self._check_server(done)
             for step in range(done + 1, self.config.steps + 1):
                 clock = Clock()
-                rollout = self.sample(step)
+                rollout = self._take(step)
                 clock.lap("sample")
                 scored = self.scorer(rollout.prompts, rollout.completions, rollout.columns)
                 clock.lap("reward")
                 if step == 1 and self.config.preflight:
-                    preflight(self.learner, rollout, sampled=True)
+                    preflight(self.learner, rollout, sampled=self.config.rollout.engine == "builtin")
                 outcome = self.learner.step(step, rollout, scored)
-                self.sampler.refresh()
+                self.sampler.refresh(step)
                 clock.lap("update")
                 metrics = self._record(step, outcome, clock, rollout, scored.total.tolist())
                 self.stop.agree(self.accelerator)
                 self._save_if_due(step)
+                self._check_gap(step, metrics)
                 self.stop.leave_if_agreed()
         self.display.repeated(self.folder.alarms)
         self.accelerator.end_training()
         return metrics
+
+    def _check_server(self, done: int) -> None:
+        """Before the first step: the server holds the run's base, and serves the adapter as it is."""
+        if isinstance(self.sampler, ServerSampler):
+            if self.accelerator.is_main_process:
+                self.sampler.check(self.encoded)
+            self.sampler.refresh(done)
+            if self.config.rollout.ahead:
+                self.display.say("rollout.ahead=1: completions are one update old; the loss corrects for it")
+
+    def _check_gap(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Stop where the sampler has left the policy by more than is allowed."""
+        limit, gap = self.config.rollout.max_gap, metrics["rollout/gap"]
+        if limit is not None and gap > limit:
+            raise TrainingError(
+                f"sampler and trainer differ by {gap:.3g} nats a token at step {step}, more than rollout.max_gap="
+                f"{limit:g}. Look at rollout/version_lag and the server's dtype, or raise the limit."
+            )
+
+    def _take(self, step: int) -> Rollout:
+        """The step's rollout; klamp's own sampler needs the device to itself, so nothing is drawn beside it."""
+        if self.config.rollout.engine == "builtin":
+            return self.sample(step)
+        rollout = self.rollouts.take(step)
+        if rollout is None:  # stopped while it waited for the server: what is done is saved
+            self.stop.leaving = self.stop.asked
+            if step > 1:
+                self._save_if_due(step - 1)
+            self.stop.leave_if_agreed()
+        assert rollout is not None, "leaving ends the run"
+        return rollout
 
     def sample(self, step: int) -> Rollout:
         """This process's share of the step's prompts, with their completions."""
@@ -120,7 +161,8 @@ class Trainer:
         own = picked[rank * share : (rank + 1) * share]
         generator = torch.Generator(self.learner.device).manual_seed(data.mix(config.seed, step, rank, 2))
         rollout = self.sampler.sample([self.encoded[i] for i in own], [self.prompts.given[i] for i in own], generator)
-        repeated = [i for i in own for _ in range(config.rollout.group_size)]
+        taken = [i for n, i in enumerate(own) if n not in rollout.left_out]
+        repeated = [i for i in taken for _ in range(config.rollout.group_size)]
         return replace(rollout, columns={k: [v[i] for i in repeated] for k, v in self.prompts.columns.items()})
 
     def _resume(self) -> int:
@@ -139,7 +181,7 @@ class Trainer:
         done = 0
         if saved is not None:
             done = checkpoint.load(saved, self.learner)
-            self.sampler.refresh()
+            self.sampler.refresh(done)
             if "kl.target" in self.changes:
                 self.learner.steering.retarget(*self.changes["kl.target"])
             self.display.say(f"resuming after step {done} from {saved.path}{_told(self.changes)}")
@@ -155,6 +197,11 @@ class Trainer:
         self, step: int, outcome: Outcome, clock: Clock, rollout: Rollout, rewards: list[float]
     ) -> dict[str, float]:
         metrics = dict(outcome.metrics)
+        if rollout.version is not None:
+            metrics |= {
+                "rollout/version_lag": float(step - 1 - rollout.version),
+                "rollout/failed": float(len(rollout.left_out)),
+            }
         if self.watch is not None:
             metrics |= self.watch(step, self)
         clock.lap("watch")
@@ -181,6 +228,7 @@ class Trainer:
                     "prompt": as_text(rollout.prompts[row]),
                     "completion": rollout.completions[row],
                     "reward": rewards[row],
+                    **({} if rollout.version is None else {"version": rollout.version}),
                     "tokens": [self.tokenizer.decode([int(t)]) for t in tokens[row][keep]],
                     "kl": [round(float(v), 6) for v in kl[row][keep]],
                 },

@@ -1,0 +1,126 @@
+"""The policy loss of a part's tokens with the price of KL in its place, corrected for the sampler where asked."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from klamp import estimators as e
+from klamp import trust
+from klamp.kernels import TokenStats
+from klamp.masked import select
+from klamp.objectives import policy_loss, to_go
+from klamp.placements import in_advantage, in_loss, sequence_exact
+from klamp.train.algorithms import Prepared, estimate
+from klamp.train.batch import Part
+from klamp.train.config import TrainConfig
+from klamp.train.correction import Corrected, correct
+
+
+class Priced(NamedTuple):
+    """Where the price of a part's tokens goes."""
+
+    advantages: Tensor
+    """[n, c] inside the clip."""
+    unclipped: Tensor | None
+    """[n, c] outside it."""
+    loss: Tensor
+    """Added to the loss, summed over the tokens."""
+
+
+class PolicyTerm(NamedTuple):
+    """Both sums over a part's tokens, and what the correction did."""
+
+    policy: Tensor
+    price: Tensor
+    corrected: Corrected | None
+
+
+def policy_term(
+    config: TrainConfig, piece: Part, prepared: Prepared, stats: TokenStats, old: Tensor, beta: float
+) -> PolicyTerm:
+    """The clipped policy loss and the price over the counted tokens of a part."""
+    corrected = correction_of(config, piece, prepared, old)
+    priced = price_of(config, piece, prepared, stats, old, beta, corrected)
+    clip, cispo = config.algorithm.clip, config.algorithm.loss == "cispo"
+    if corrected is None:
+        per_token = policy_loss(stats.logp, old, priced.advantages, clip=clip, unclipped=priced.unclipped, cispo=cispo)
+    else:
+        task = piece.of(prepared.advantages)
+        per_token = trust.corrected_loss(
+            stats.logp,
+            old,
+            task,
+            weights=corrected.weights,
+            stays=corrected.stays,
+            price=priced.advantages - task,
+            unclipped=priced.unclipped,
+            pays=config.algorithm.correction.pays,
+            clip=clip,
+            cispo=cispo,
+        )
+    if prepared.weights is not None:
+        per_token = per_token * prepared.weights[piece.rows][:, None]
+    return PolicyTerm(select(per_token, piece.mask).sum(), priced.loss, corrected)
+
+
+def correction_of(config: TrainConfig, piece: Part, prepared: Prepared, old: Tensor) -> Corrected | None:
+    """What the sampler's distance makes of a part's tokens; None where it is not corrected for."""
+    if config.correction is None or prepared.sampler_logp is None:
+        return None
+    drawn = piece.of(prepared.sampler_logp)
+    return correct(config.correction, old, drawn, piece.mask, piece.of(prepared.advantages))
+
+
+def price_of(
+    config: TrainConfig,
+    piece: Part,
+    prepared: Prepared,
+    stats: TokenStats,
+    old: Tensor,
+    beta: float,
+    corrected: Corrected | None,
+) -> Priced:
+    """The price of a part in the configured placement."""
+    kl, counted = config.kl, piece.mask
+    advantages = piece.of(prepared.advantages)
+    nothing = torch.zeros((), device=counted.device)
+    free = corrected is not None and not config.algorithm.correction.pays
+    payers = counted & corrected.stays if free and corrected is not None else counted
+    assert stats.ref_logp is not None, "the learner always has a reference"
+    if kl.placement == "sequence_exact":
+        assert stats.kl is not None, "and its exact KL"
+        sampler = None if prepared.old_logp is None else old
+        both = sequence_exact(
+            stats.kl,
+            beta,
+            counted,
+            logp=stats.logp,
+            old_logp=sampler if corrected is None else _drawn_at(piece, prepared, stats),
+            max_weight=kl.max_weight,
+            objective="ratio" if corrected is None else "score",
+        )
+        return Priced(advantages, both.advantage, select(both.local, payers).sum())
+    if kl.placement == "in_loss":
+        cost = estimate(kl, stats, old if corrected is None else _drawn_at(piece, prepared, stats))
+        sampled = kl.estimator != "exact" and "weight" not in kl.estimator
+        if corrected is not None and sampled:  # its mean is over the token drawn; the exact KL's is not
+            cost = cost * corrected.weights
+        return Priced(advantages, None, in_loss(cost, beta, payers, count=1.0))
+    if kl.placement == "in_advantage":
+        recorded = prepared.source_logp
+        cost = estimate(kl, stats, old) if recorded is None else e.k1(piece.of(recorded), stats.ref_logp)
+        return Priced(in_advantage(advantages, cost, beta, counted, mean=prepared.kl_mean), None, nothing)
+    if config.algorithm.name == "grpo":
+        cost = estimate(kl, stats, old).detach()
+        return Priced(advantages - beta * to_go(cost, counted), None, nothing)
+    return Priced(advantages, None, nothing)
+
+
+def _drawn_at(piece: Part, prepared: Prepared, stats: TokenStats) -> Tensor:
+    """The sampler's log-probs of a part; the policy's own where they are not known, so that the ratio is 1."""
+    assert prepared.sampler_logp is not None, "only a corrected step asks"
+    recorded = piece.of(prepared.sampler_logp).to(stats.logp.dtype)
+    return torch.where(torch.isfinite(recorded), recorded, stats.logp.detach())
