@@ -51,20 +51,21 @@ class Browser:
         return self._send(method, params, self.session)
 
     def open(
-        self, page: Path, *, width: int = 1400, height: int = 900, dark: bool = False, charts: bool = True
+        self, page: Path | str, *, width: int = 1400, height: int = 900, dark: bool = False, charts: bool = True
     ) -> None:
-        """Load a file at a size and wait until its charts are drawn, or, without charts, until it is complete."""
+        """Load a file, or an address, at a size and wait until its charts are drawn, or, without charts, complete."""
+        address = page if isinstance(page, str) else page.resolve().as_uri()
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.events.clear()
-        self.call("Page.navigate", url=page.resolve().as_uri())
+        self.call("Page.navigate", url=address)
         deadline = time.monotonic() + PATIENCE
         ready = "document.documentElement?.dataset.drawn === 'true'"
         if not charts:
-            ready = f"document.readyState === 'complete' && location.href === {json.dumps(page.resolve().as_uri())}"
+            ready = f"document.readyState === 'complete' && location.href === {json.dumps(address)}"
         while not self.evaluate(ready):
             assert time.monotonic() < deadline, f"the page did not draw: {self.problems()}"
             time.sleep(0.1)
@@ -75,8 +76,8 @@ class Browser:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def problems(self) -> list[str]:
-        """Errors and warnings the page caused, and requests it made beyond its own file."""
+    def problems(self, *own: str) -> list[str]:
+        """Errors and warnings the page caused, and requests it made beyond its own file and its ``own`` addresses."""
         said = []
         for event in list(self.events):
             method, params = event["method"], event["params"]
@@ -87,7 +88,7 @@ class Browser:
             if method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
                 said.append(params["entry"]["text"])
             if method == "Network.requestWillBeSent" and not params["request"]["url"].startswith(
-                ("file:", "data:", "blob:")
+                ("file:", "data:", "blob:", *own)
             ):
                 said.append(f"request to {params['request']['url']}")
         return said

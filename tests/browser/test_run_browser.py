@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,3 +79,24 @@ def test_the_first_screens_say_what_came_of_it(browser: chrome.Browser, tmp_path
     )
     assert {title for title, _ in shades} == {"0 nats", "0.5 nats", "2 nats"}
     assert len({colour for _, colour in shades}) == 3, "the more KL, the darker"
+
+
+def test_changes_made_on_the_way_are_marked_where_they_were_made(browser: chrome.Browser, tmp_path: Path) -> None:
+    run = fabricated.run(tmp_path / "run", [0.05] * 10 + [0.08] * 10)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [{**row, "kl/target": 0.05 if row["step"] <= 10 else 0.08} for row in rows]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    event = {"step": 10, "event": "resumed", "changes": {"kl.target": [0.05, 0.08], "run": ["<b>a</b>", "b"]}}
+    (run / "events.jsonl").write_text(json.dumps(event) + "\n")
+    file = tmp_path / "report.html"
+    file.write_text(render(runs_view([records.read(run)])), encoding="utf-8")
+    browser.open(file)
+    assert browser.problems() == []
+    shapes = browser.evaluate("document.getElementById('chart-kl').layout.shapes")
+    assert [s["x0"] for s in shapes if s.get("name") == "event"] == [10]
+    bands = [(s["x0"], s["x1"], round(s["y0"], 6)) for s in shapes if s.get("name") == "band"]
+    assert bands == [(0.5, 10.5, 0.04), (10.5, 20.5, 0.064)], "each target has its own band"
+    text = browser.evaluate("document.getElementById('events').textContent")
+    assert "after step 10" in text
+    assert "resumed: kl.target 0.05 → 0.08, run <b>a</b> → b" in text
+    assert browser.evaluate("document.querySelectorAll('#events b').length") == 0

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
+from klamp.cli.parsing import need_report
 from klamp.errors import ConfigError
 from klamp.experiments.plan import CompareConfig
 
@@ -30,7 +30,7 @@ def compare(
     from klamp.experiments import tables, verdict
     from klamp.report import write_comparison
 
-    _need_report()
+    need_report()
     found = comparing.run(config, out, at_once=jobs)
     said = verdict.judge(found)
     page = write_comparison(found, said)
@@ -85,7 +85,7 @@ def sweep(
         steps=steps,
         heldout=heldout,
     )
-    _need_report()
+    need_report()
     found = sweeping.run(plan, out, engine=engine, at_once=jobs)
     page = write_sweep(found)
     console = tables.console()
@@ -105,13 +105,6 @@ def report(runs: tuple[Path, ...], /, *, out: Path | None = None) -> None:
     from klamp.report import write_runs
 
     tables.console().print(f"report: {write_runs(runs, out)}")
-
-
-def _need_report() -> None:
-    """Say that the report could not be written before the runs, not after."""
-    for name in ("jinja2", "plotly", "matplotlib"):
-        if importlib.util.find_spec(name) is None:
-            raise ConfigError(f"the report needs {name}. pip install 'klamp[report]'.")
 
 
 def refuse_fields(args: list[str]) -> None:

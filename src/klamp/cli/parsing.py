@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import io
 import itertools
 import re
@@ -125,3 +126,10 @@ def as_flags(text: str, config: type) -> str:
     text = re.sub(rf"^({plain})(?= must | '| is )", flag, text)
     value = r"(?:=(?P<quote>['\"]?)(?P<value>[\w:+-]+(?:\.\w+)*)(?P=quote))?"
     return re.sub(rf"(?<![\w.'\"/-])({dotted})(?!\w|\.\w){value}", flag, text)
+
+
+def need_report() -> None:
+    """Say that the report could not be written before the runs, not after."""
+    for name in ("jinja2", "plotly", "matplotlib"):
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"the report needs {name}. pip install 'klamp[report]'.")

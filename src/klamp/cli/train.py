@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from klamp.cli.parsing import flags_named, parsed, value_of, without
+from klamp.cli.parsing import flags_named, need_report, parsed, value_of, without
 from klamp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,11 +23,13 @@ def train(args: list[str]) -> None:
 
     --config FILE reads a YAML configuration; flags go on top of it. --resume RUN goes on with a run by its own
     configuration; --steps, --kl.target, --kl.limit, --optim.lr and the settings of saving and logging may be given
-    beside it. The resolved configuration is written into the run folder. Under torchrun or accelerate launch it runs on
-    many processes.
+    beside it. --watch serves the page of the run on 127.0.0.1 while it trains and writes report.html at its end;
+    --watch PORT chooses the port. The resolved configuration is written into the run folder. Under torchrun or
+    accelerate launch it runs on many processes.
     """
     from klamp.train.config import TrainConfig
 
+    port, args = _watch(args)
     default, rest = _starting_point(args)
     text = inspect.cleandoc(train.__doc__ or "")
     with flags_named(TrainConfig):
@@ -36,10 +38,36 @@ def train(args: list[str]) -> None:
         from klamp.train.loop import train_policy
 
         saved = saved_steps(Path(config.run)) if config.resume and not config.skip_damaged else []
-        with _stops_told(config.run):
+        with _stops_told(config.run), _page(config.run, port):
             train_policy(config)
         if _first_process():
             print(_ended(config.run, max(saved, default=0)))
+
+
+def _watch(args: list[str]) -> tuple[int | None, list[str]]:
+    """The port of --watch, 0 where it is to be chosen and None where nothing is watched; and the other arguments."""
+    if not any(item.partition("=")[0] == "--watch" for item in args):
+        return None, args
+    need_report()
+    port = value_of("--watch", args) or "0"
+    if not (port.isascii() and port.isdigit() and int(port) < 65536):
+        raise ConfigError(f"--watch takes a port from 1 to 65535, got {port!r}. Left out, a free one is chosen.")
+    return int(port), without("--watch", args)
+
+
+@contextlib.contextmanager
+def _page(run: str, port: int | None) -> Iterator[None]:
+    """With --watch: the run's page, live while it trains, and report.html from then on."""
+    if port is None or not _first_process():
+        yield
+        return
+    from klamp.report import write_runs
+    from klamp.report.live import watching
+
+    with watching(run, port) as address:
+        print(f"watch: {address}", file=sys.stderr, flush=True)
+        yield
+    print(f"report: {write_runs([Path(run)])}", file=sys.stderr, flush=True)
 
 
 def _starting_point(args: list[str]) -> tuple[TrainConfig, list[str]]:

@@ -137,6 +137,7 @@ def read(path: Path) -> Record:
     record.probes = _latest(row for _, row in jsonl.whole(path / "probes.jsonl"))
     if not record.probes:
         record.samples = _samples(path / "samples.jsonl")
+    record.events = [row for _, row in jsonl.whole(path / "events.jsonl") if isinstance(row.get("step"), int)]
     return record
 
 

@@ -102,7 +102,7 @@
 
   // From zero to what there is and the target; logarithmic where KL is so far from the band that one of them would be a line.
   function klAxis(text) {
-    const found = values("kl"), t = data.target || 0, most = Math.max(...found);
+    const found = values("kl"), t = Math.max(data.target || 0, ...data.targets.map((d) => d.target)), most = Math.max(...found);
     const top = Math.max(most, 1.3 * t) * 1.05, positive = found.filter((v) => v > 0), low = Math.min(...positive);
     const far = t ? most > data.far * t || most < t / data.far : most > 100 * low;
     if (!far || !positive.length) return { range: [1.05 * Math.min(...found, 0), top || 1], title: { text } };
@@ -110,12 +110,12 @@
   }
 
   function klChart() {
-    const shapes = [], t = data.target;
-    if (t) {
-      const band = { type: "rect", xref: "paper", x0: 0, x1: 1, y0: (1 - data.band) * t, y1: (1 + data.band) * t, line: { width: 0 } };
-      shapes.push({ ...band, fillcolor: fade(dark() ? "#9aa7b6" : "#5a6675", 0.18), layer: "below" });
-      shapes.push({ type: "line", xref: "paper", x0: 0, x1: 1, y0: t, y1: t, layer: "below",
-        line: { color: css("--soft"), width: 1.2, dash: "dot" } });
+    const shapes = [], throughout = { xref: "paper", first: 0, last: 1, target: data.target };
+    for (const { xref = "x", first, last, target } of data.targets.length ? data.targets : data.target ? [throughout] : []) {
+      const place = { xref, x0: first - (xref === "x" ? 0.5 : 0), x1: last + (xref === "x" ? 0.5 : 0), layer: "below" };
+      shapes.push({ ...place, type: "rect", y0: (1 - data.band) * target, y1: (1 + data.band) * target, line: { width: 0 },
+        fillcolor: fade(dark() ? "#9aa7b6" : "#5a6675", 0.18), name: "band" });
+      shapes.push({ ...place, type: "line", y0: target, y1: target, line: { color: css("--soft"), width: 1.2, dash: "dot" } });
     }
     return byStep("kl", klAxis(`nats per ${data.per.replace("_", " ")}`), shapes);
   }

@@ -23,10 +23,10 @@ def state(arm: Arm, target: float | None) -> str:
         return "not finite"
     if not target:
         return "unsteered"
-    if kl > (1 + BAND) * target:
-        return "above"
-    if kl >= (1 - BAND) * target:
+    if abs(kl / target - 1) <= BAND:
         return "in band"
+    if kl > target:
+        return "above"
     return "approaching" if any(_approaches(r, (1 - BAND) * target) for r in arm.runs) else "below"
 
 

@@ -34,7 +34,7 @@ LOOK = 2.0
 """Seconds between the looks of an open page."""
 SHARE = 0.05
 """Share of a core that making the page may take: of a run of a million steps it is made less often."""
-LINGER = LOOK + 0.5
+LINGER = 2 * LOOK
 """Seconds that open pages are given, once the run has ended, to take their last look."""
 FILES = ("config.yaml", "metrics.jsonl", "alarms.jsonl", "samples.jsonl", "probes.jsonl", "events.jsonl")
 WAITING = "Waiting for the first step."
@@ -51,18 +51,18 @@ class Watched:
         self.due = 0.0
         self.ended = False
         self.asked = -math.inf
-        """When an open page last asked, by the monotonic clock."""
+        """When a page last asked for anything, by the monotonic clock."""
 
     def look(self) -> tuple[View, dict[str, Any]]:
         """The view and the numbers of its charts, with a version that changes when they do."""
         with self.lock:
-            begun = time.monotonic()
+            begun = time.thread_time()
             now = _stamps(self.run)
-            if self.made is None or (now != self.seen and (begun >= self.due or self.ended)):
+            if self.made is None or (now != self.seen and (time.monotonic() >= self.due or self.ended)):
                 view = _view(self.run)
                 self.made = view, {**chart_data(view), "version": secrets.token_hex(8)}
                 self.seen = now
-                self.due = time.monotonic() + (time.monotonic() - begun) / SHARE
+                self.due = time.monotonic() + (time.thread_time() - begun) / SHARE
             return self.made
 
     def state(self) -> dict[str, Any]:
@@ -123,11 +123,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         # A site whose name resolves to 127.0.0.1 is sent here by the browser with its own name as the host.
         if self.headers.get_all("Host") not in ([f"{HOST}:{port}"], [f"localhost:{port}"]):
             return self._answer(421, "text/plain", "This address is for 127.0.0.1 alone.\n")
+        self.watched.asked = time.monotonic()
         if self.path == "/":
             text, nonce = self.watched.page()
             return self._answer(200, "text/html", text, policy(nonce, live=True))
         if self.path == "/state.json":
-            self.watched.asked = time.monotonic()
             return self._answer(200, "application/json", json.dumps(self.watched.state(), allow_nan=False))
         return self._answer(404, "text/plain", "There is nothing here but / and /state.json.\n")
 
@@ -198,7 +198,7 @@ def watching(run: str | Path, port: int = 0) -> Iterator[str]:
     finally:
         process.terminate()
         try:
-            process.wait(LINGER + 1)
+            process.wait(LINGER + 2)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -206,8 +206,6 @@ def watching(run: str | Path, port: int = 0) -> Iterator[str]:
 
 def _bound(port: int) -> socket.socket:
     """A socket that listens on this machine alone: connections wait in it until the server is up."""
-    if not 0 <= port < 65536:
-        raise ConfigError(f"--watch takes a port from 1 to 65535, got {port}. Left out, a free one is chosen.")
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -231,9 +229,11 @@ def main() -> None:
     while not over.wait(0.5):
         if os.getppid() != parent:
             return
-    watched.ended = True
-    if time.monotonic() - watched.asked < 2 * LOOK:
-        time.sleep(LINGER)
+    watched.ended, end = True, time.monotonic()
+    if end - watched.asked < 2 * LINGER:  # a page is open; on a laden machine it asks late
+        while watched.asked < end and time.monotonic() < end + LINGER:
+            time.sleep(0.05)
+        time.sleep(0.5)  # for the answer to arrive, and for a second page
 
 
 if __name__ == "__main__":

@@ -134,8 +134,36 @@ def chart_data(view: View) -> dict[str, Any]:
         "constants": [_point(name, runs) for name, runs in view.constants.items()],
         "frontier": frontier(view),
         "reference": {k: _clean(v) for k, v in start.items()},
-        "events": [e for arm in view.arms for run in arm.runs[:1] for e in run.events] if len(view.arms) == 1 else [],
+        "events": _events(view),
+        "targets": _targets(view),
     }
+
+
+def _events(view: View) -> list[dict[str, Any]]:
+    """What was changed on the way through a single run: after which step, and from what to what."""
+    if len(view.arms) != 1 or len(view.arms[0].runs) != 1:
+        return []
+    found = []
+    for event in view.arms[0].runs[0].events:
+        changes = event.get("changes")
+        pairs = {k: v for k, v in changes.items() if isinstance(v, list)} if isinstance(changes, dict) else {}
+        told = ", ".join(f"{k} {' → '.join(map(str, values))}" for k, values in pairs.items())
+        found.append({"step": event["step"], "text": ": ".join(filter(None, (str(event.get("event", "")), told)))})
+    return found
+
+
+def _targets(view: View) -> list[dict[str, float]]:
+    """The targets of a single run by the steps they held at; empty where there was one throughout."""
+    if len(view.arms) != 1 or len(view.arms[0].runs) != 1:
+        return []
+    found: list[dict[str, float]] = []
+    series = view.arms[0].runs[0].get("kl/target")
+    for step, target in zip(series.steps, series.values, strict=True):
+        if found and found[-1]["target"] == target:
+            found[-1]["last"] = step
+        elif target > 0:
+            found.append({"first": step, "last": step, "target": target})
+    return found if len(found) > 1 else []
 
 
 def panels(view: View, data: dict[str, Any]) -> Panels:

@@ -15,7 +15,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,8 @@ from klamp.train.config import TrainConfig
 from klamp.train.contents import Contents, collect, not_finite, restore_moments
 from klamp.train.data import mix
 from klamp.train.learner import Learner
-from klamp.train.runs import GO_ON, sync_folder
+from klamp.train.model_card import model_card
+from klamp.train.runs import GO_ON, RunFolder, sync_folder
 
 FORMAT = "klamp-checkpoint/1"
 NOT_OURS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, SafetensorError)
@@ -60,15 +61,23 @@ class Saved:
     path: Path
 
 
-def save(run: Path, step: int, learner: Learner, tokenizer: Any, config: TrainConfig) -> Path:
-    """Write the checkpoint of ``step``; the main process writes, every process calls."""
+def save(
+    run: Path, step: int, learner: Learner, tokenizer: Any, config: TrainConfig, *, rewards: Sequence[str] = ()
+) -> Path:
+    """Write the checkpoint of ``step``; the main process writes, every process calls.
+
+    ``rewards`` are the names of the reward functions, for the model card.
+    """
     accelerator = learner.accelerator
     final = folder_of(run, step)
     _check_finite(run, step, learner)
     randoms, contents = _gather_randoms(accelerator), collect(learner)
     if accelerator.is_main_process and not (final.is_dir() and damage(final) is None):
         with writing(final, GO_ON):
-            _save_aside(final, lambda aside: _write(aside, step, learner, tokenizer, contents, randoms))
+            folder = RunFolder(run)
+            metrics = folder.last() if folder.last_step() == step else {}
+            card = model_card(config, step, metrics, rewards)
+            _save_aside(final, lambda aside: _write(aside, step, learner, tokenizer, contents, randoms, card))
         _retain(run, step, config)
     accelerator.wait_for_everyone()
     return final
@@ -111,7 +120,13 @@ def _check_finite(run: Path, step: int, learner: Learner) -> None:
 
 
 def _write(
-    folder: Path, step: int, learner: Learner, tokenizer: Any, contents: Contents, randoms: list[dict[str, Any]]
+    folder: Path,
+    step: int,
+    learner: Learner,
+    tokenizer: Any,
+    contents: Contents,
+    randoms: list[dict[str, Any]],
+    card: str,
 ) -> None:
     policy = learner.policy
     model: Any = policy.model
@@ -121,6 +136,7 @@ def _write(
         extra["state_dict"] = contents.model
     with models._quiet(True):  # no bar of transformers' own in the middle of the run's
         model.save_pretrained(folder, safe_serialization=True, **extra)
+    (folder / "README.md").write_text(card, encoding="utf-8")  # in place of peft's, which is a form to fill in
     if policy.lora:
         _in_order(folder / "adapter_config.json")
     if tokenizer is not None:

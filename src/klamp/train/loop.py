@@ -237,7 +237,8 @@ class Trainer:
     def _save_if_due(self, step: int) -> None:
         due = step % self.config.save_every == 0 or step == self.config.steps or self.stop.leaving
         if due:
-            checkpoint.save(self.folder.path, step, self.learner, self.tokenizer, self.config)
+            named = list(self.scorer.functions)
+            checkpoint.save(self.folder.path, step, self.learner, self.tokenizer, self.config, rewards=named)
 
     def _check_context(self, context: int | None) -> None:
         if context is None:
