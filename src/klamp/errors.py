@@ -48,6 +48,8 @@ EXTRAS = {
     "trl": "trl",
     "ray": "ray",
     "httpx": "server",
+    "fastapi": "serve",
+    "uvicorn": "serve",
 }
 """Packages that klamp imports, and the extra that brings each."""
 

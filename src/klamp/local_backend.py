@@ -14,27 +14,29 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
+import importlib.util
 import os
 import re
-import threading
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from klamp import models
 from klamp.controllers import Controller
-from klamp.errors import ConfigError, KlampError, needing, require_number
+from klamp.errors import ConfigError, needing, require_number
 from klamp.references import ReferenceSpec
 
 with needing("klamp.local_backend", "train"):
-    from klamp.local.arguments import COEFFICIENT, Arguments, Place, refuse_unknown
+    from klamp.local.arguments import COEFFICIENT, Arguments, refuse_unknown
     from klamp.local.gather import gather_trajectory_groups
+    from klamp.local.open_model import OpenModel
     from klamp.local.trajectories import Choice, Message, Trajectory, TrajectoryGroup
-    from klamp.local.worker import Request, TrainResult, Worker
+    from klamp.local.worker import Request, TrainResult
     from klamp.train.anchors import saved_steps
-    from klamp.train.config import LoraConfig
+
+if TYPE_CHECKING:
+    from klamp.local.endpoint import Endpoint
 
 __all__ = [
     "Choice",
@@ -48,10 +50,6 @@ __all__ = [
 ]
 
 NAME = re.compile(r"\w[\w.+ -]{0,99}")
-T = TypeVar("T")
-Settings = tuple[int, float]
-"""Longest answer and temperature: requests that share them are drawn in one batch."""
-Asked = tuple[Request, "asyncio.Future[list[Choice]]"]
 
 
 @dataclass(frozen=True)
@@ -66,24 +64,71 @@ class TrainableModel:
     lora_alpha: float = 32.0
     seed: int = 0
     """Of the adapter's first weights and of what is sampled."""
+    inference_base_url: str | None = field(default=None, init=False, compare=False)
+    """Where an OpenAI client finds the model; set by ``register``."""
+    inference_api_key: str | None = field(default=None, init=False, compare=False, repr=False)
+    _backend: LocalBackend | None = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         _check_name("name", self.name)
         _check_name("project", self.project)
 
     async def register(self, backend: LocalBackend) -> None:
-        """Load the model, at its newest checkpoint; ``train`` and ``sample`` do it when it was not done."""
+        """Load the model, at its newest checkpoint, and open the backend's endpoint for it (extra ``klamp[serve]``).
+
+        ``train`` and ``sample`` load it when that was not done.
+        """
         await backend.register(self)
+        object.__setattr__(self, "_backend", backend)
+        if importlib.util.find_spec("fastapi") and importlib.util.find_spec("uvicorn"):
+            url, key = await backend.endpoint(self)
+            object.__setattr__(self, "inference_base_url", url)
+            object.__setattr__(self, "inference_api_key", key)
+
+    def openai_client(self) -> Any:
+        """An ``openai.AsyncOpenAI`` for the endpoint. Its choices carry the tokens that ``train`` needs."""
+        if self.inference_base_url is None:
+            serve = "pip install 'klamp[serve]'" if self._backend is not None else "Call await model.register(backend)"
+            raise ConfigError(f"{self.project}/{self.name} has no endpoint. {serve} first.")
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
+        # On this machine no proxy stands between; a batch of long answers may take minutes.
+        http = DefaultAsyncHttpxClient(trust_env=False, timeout=1200)
+        return AsyncOpenAI(base_url=self.inference_base_url, api_key=self.inference_api_key, http_client=http)
+
+    def get_inference_name(self, step: int | None = None) -> str:
+        """What a client asks for: the model as it is when it answers, or at a saved step."""
+        return self.name if step is None else f"{self.name}@{step}"
+
+    async def get_step(self) -> int:
+        """Steps done."""
+        if self._backend is None:
+            raise ConfigError(
+                f"{self.project}/{self.name} is not registered. Call await model.register(backend) first."
+            )
+        return await self._backend.get_step(self)
 
 
 class LocalBackend:
     """Trains and samples on this machine. Each model has a thread of its own, so the event loop stays free."""
 
-    def __init__(self, path: str | os.PathLike[str] = "runs/local", *, device: str = "auto", keep: int = 0) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str] = "runs/local",
+        *,
+        device: str = "auto",
+        keep: int = 0,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        api_key: str | None = None,
+    ) -> None:
+        """``host``, ``port`` and ``api_key`` are the endpoint's: this machine alone, a free one and a random one."""
         self.path = Path(path)
+        self.place = (host, port, api_key)
         self.device = device
         self.keep = int(require_number("LocalBackend.keep", keep, at_least=0, way_out="0 keeps every checkpoint."))
-        self._opened: dict[Path, _Opened] = {}
+        self._opened: dict[Path, OpenModel] = {}
+        self._endpoint: Endpoint | None = None
 
     async def __aenter__(self) -> LocalBackend:
         return self
@@ -98,6 +143,17 @@ class LocalBackend:
     async def get_step(self, model: Any) -> int:
         """Steps done."""
         return await self._open(model).call(lambda worker: worker.step)
+
+    async def endpoint(self, model: Any) -> tuple[str, str]:
+        """The address and the key at which OpenAI clients find ``model``, which is loaded by then."""
+        opened = self._open(model)
+        await opened.call(lambda _: None)
+        if self._endpoint is None:
+            from klamp.local.endpoint import Endpoint
+
+            self._endpoint = Endpoint(*self.place)
+        self._endpoint.add(opened)
+        return self._endpoint.url, self._endpoint.key
 
     def saved_steps(self, model: Any) -> list[int]:
         """Steps that have a checkpoint, oldest first: those that may be named as the reference."""
@@ -209,90 +265,26 @@ class LocalBackend:
     async def close(self) -> None:
         """Let go of every model; what was trained is on disk."""
         for opened in self._opened.values():
+            opened.engine.cancel()
+        if self._endpoint is not None:
+            await asyncio.to_thread(self._endpoint.close)
+            self._endpoint = None
+        for opened in self._opened.values():
             await asyncio.to_thread(opened.thread.shutdown)
         self._opened.clear()
 
-    def _open(self, model: Any) -> _Opened:
+    def _open(self, model: Any) -> OpenModel:
         folder = self.folder(model)
         own = (
             model if isinstance(model, TrainableModel) else TrainableModel(model.name, model.project, model.base_model)
         )
         if folder not in self._opened:
             models.resolve(own.base_model)
-            self._opened[folder] = _Opened(own, folder, self.device, self.keep)
+            self._opened[folder] = OpenModel(own, folder, self.device, self.keep)
         opened = self._opened[folder]
         if opened.model != own:
             raise ConfigError(f"{own.project}/{own.name} is open as {opened.model}, not {own}. Choose another name.")
         return opened
-
-
-class _Opened:
-    """A model's thread, what waits for it, and whether it trains."""
-
-    def __init__(self, model: TrainableModel, folder: Path, device: str, keep: int) -> None:
-        self.model = model
-        lora = LoraConfig(rank=model.lora_rank, alpha=model.lora_alpha)
-        self.place = Place(
-            base_model=model.base_model, folder=folder, lora=lora, seed=model.seed, device=device, keep=keep
-        )
-        self.thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"klamp-{model.name}")
-        self.training = threading.Lock()
-        self.worker: Worker | None = None
-        self.waiting: dict[Settings, list[Asked]] = {}
-        self.drawing: set[asyncio.Future[None]] = set()
-        self.loop: asyncio.AbstractEventLoop | None = None
-
-    def call(self, job: Callable[[Worker], T]) -> Awaitable[T]:
-        """Run ``job`` in the model's thread; what was asked for first is done first."""
-        return asyncio.wrap_future(self.thread.submit(self._run, job))
-
-    def train(self, job: Callable[[Worker], T]) -> Awaitable[T]:
-        """The same for training, which only one may do at a time: a second call is refused, not queued."""
-        if not self.training.acquire(blocking=False):
-            raise KlampError(
-                f"{self.model.project}/{self.model.name} is being trained. Wait for the train() that is running."
-            )
-        future = self.thread.submit(self._run, job)
-        # Also when the caller stopped waiting: the thread trains on until its step is done.
-        future.add_done_callback(lambda _: self.training.release())
-        return asyncio.wrap_future(future)
-
-    async def sample(self, request: Request, settings: Settings) -> list[Choice]:
-        """The answer to a request, drawn together with those that other coroutines make before the loop comes round."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[list[Choice]] = loop.create_future()
-        if not self.waiting or self.loop is not loop:
-            self.loop, self.waiting = loop, {}
-            loop.call_soon(self._start)
-        self.waiting.setdefault(settings, []).append((request, answer))
-        return await answer
-
-    def _start(self) -> None:
-        waiting, self.waiting = self.waiting, {}
-        for settings, asked in waiting.items():
-            task = asyncio.ensure_future(self._draw(settings, asked))
-            self.drawing.add(task)
-            task.add_done_callback(self.drawing.discard)
-
-    async def _draw(self, settings: Settings, asked: list[Asked]) -> None:
-        length, temperature = settings
-        requests = [request for request, _ in asked]
-        try:
-            drawn = await self.call(lambda w: w.sample(requests, max_tokens=length, temperature=temperature))
-        except Exception as error:
-            drawn = [error] * len(asked)
-        for (_, answer), choices in zip(asked, drawn, strict=True):
-            if answer.done():  # somebody stopped waiting
-                continue
-            if isinstance(choices, Exception):
-                answer.set_exception(choices)
-            else:
-                answer.set_result(choices)
-
-    def _run(self, job: Callable[[Worker], T]) -> T:
-        if self.worker is None:
-            self.worker = Worker(self.place)
-        return job(self.worker)
 
 
 def _check_name(field: str, name: object) -> None:

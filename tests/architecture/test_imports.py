@@ -20,7 +20,7 @@ LAYERS = [
     {"estimators", "controllers", "placements", "clamp", "objectives", "kernels", "trust"},
     {"compat", "audit", "monitor", "models", "references", "sampling"},
     {"train"},
-    {"local_backend", "local", "integrations", "measure", "experiments", "report"},
+    {"local_backend", "local", "serve", "integrations", "measure", "experiments", "report"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -35,6 +35,10 @@ BESIDE = {
     ("kernels", "estimators"),  # the specification of a kernel's KL terms is the estimator itself
     ("references", "models"),
     ("local_backend", "local"),
+    ("local", "serve"),
+    ("serve", "local"),
+    ("integrations", "local_backend"),
+    ("integrations", "local"),
     ("experiments", "measure"),
     ("measure", "report"),  # the style of its page
     ("report", "experiments"),

@@ -22,11 +22,12 @@ COMMANDS = {
     "train": ("train", "Train a language model with GRPO or PPO and hold its KL where you ask."),
     "measure": ("measure", "Say how far one model is from another, and on which tokens."),
     "audit": ("audit", "Say what a KL term descends, by enumerating a small language model exactly."),
+    "serve": ("serve", "Answer OpenAI clients with a model, or with the steps of a run."),
     "report": ("experiments", "Write the page of a run, a comparison or a sweep."),
 }
 """Each command with its module, which is imported when the command is called, and its line in the usage."""
 
-EXTRAS = {"compare": ("train", "report"), "sweep": ("train", "report"), "report": ("train", "report")}
+EXTRAS = {"compare": ("train", "report"), "sweep": ("train", "report"), "report": ("train", "report"), "serve": ("train", "serve")}
 """Commands that need several extras: whoever lacks them hears of all at once."""
 
 

@@ -43,11 +43,14 @@ class Encoder:
         self.tokenizer, self.vocabulary, self.context, self.end = tokenizer, vocabulary, context, end
         self.chat = tokenizer.chat_template is not None
 
-    def prompt(self, messages: Sequence[Any], tools: list[Any] | None = None) -> list[int]:
-        """The ids before the model's next turn. Choices among the messages keep the tokens they were sampled in."""
+    def prompt(self, messages: Sequence[Any], tools: list[Any] | None = None, **template: Any) -> list[int]:
+        """The ids before the model's next turn. Choices among the messages keep the tokens they were sampled in.
+
+        ``template`` are further arguments of the chat template.
+        """
         items = history(messages)
         turns = [t for t in items if isinstance(t, Turn)]
-        around = self._around(items, tools, going_on=True)
+        around = self._around(items, tools, going_on=True, **template)
         ids: list[int] = []
         for n, turn in enumerate(turns):
             ids = self._before(turn, ids, around[n], first=n == 0) + self._ids(turn, around[n + 1])
@@ -103,7 +106,7 @@ class Encoder:
         encoded = self.tokenizer(text, add_special_tokens=special, truncation=False, verbose=False)["input_ids"]
         return [int(i) for i in encoded]
 
-    def _around(self, items: Sequence[Item], tools: list[Any] | None, *, going_on: bool) -> list[str]:
+    def _around(self, items: Sequence[Item], tools: list[Any] | None, *, going_on: bool, **template: Any) -> list[str]:
         """The text before, between and after the turns: one more than there are turns."""
         if not self.chat:
             return _plain(items)
@@ -112,7 +115,7 @@ class Encoder:
         marks = [f"[turn {salt}.{n}]" for n, item in enumerate(items) if isinstance(item, Turn)]
         names = iter(marks)
         chat = [{"role": "assistant", "content": next(names)} if isinstance(i, Turn) else i for i in items]
-        extra = {"tools": tools} if tools else {}
+        extra = {**template, "tools": tools} if tools else template
         try:
             text: str = self.tokenizer.apply_chat_template(
                 chat, tokenize=False, add_generation_prompt=going_on, **extra

@@ -7,6 +7,7 @@ dictionary. :func:`read` turns the turns of a trajectory into :class:`Turn`, whi
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import re
 import time
@@ -157,9 +158,12 @@ def is_choice(item: object) -> bool:
 def as_message(item: Any) -> dict[str, Any]:
     """A message as a dictionary, of whatever kind it came."""
     if is_choice(item):
-        return {"role": "assistant", "content": item.message.content}
+        calls = [_plain_call(c) for c in getattr(item.message, "tool_calls", None) or ()]
+        return {"role": "assistant", "content": item.message.content, **({"tool_calls": calls} if calls else {})}
     if isinstance(item, Mapping):
         message = dict(item)
+        if message.get("tool_calls"):
+            message["tool_calls"] = [_plain_call(call) for call in message["tool_calls"]]
     elif hasattr(item, "role") and hasattr(item, "content"):
         message = {"role": item.role, "content": item.content}
     else:
@@ -169,6 +173,19 @@ def as_message(item: Any) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
         raise ConfigError(f"a message must have a role, got {item!r:.80}. Use system, user, assistant or tool.")
     return message
+
+
+def _plain_call(call: Any) -> dict[str, Any]:
+    """A tool call as a dictionary, its arguments as templates read them: an object, not text."""
+    if isinstance(call, Mapping):
+        kind, function = call.get("id"), call.get("function") or {}
+        name, arguments = function.get("name"), function.get("arguments")
+    else:
+        kind, name, arguments = getattr(call, "id", None), call.function.name, call.function.arguments
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):
+            arguments = json.loads(arguments)
+    return {"id": kind, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def read(items: Sequence[Any]) -> list[dict[str, Any] | Turn]:
@@ -196,6 +213,11 @@ def _from_text(message: dict[str, Any]) -> Turn:
 def _turn(choice: Any) -> Turn:
     text = choice.message.content or ""
     ids, logp = _tokens(choice)
+    if ids is None and getattr(choice.message, "tool_calls", None):
+        raise ConfigError(
+            f"a choice with tool calls came without its tokens: {text!r:.60}. Ask the server for them "
+            "(return_token_ids, or logprobs with return_tokens_as_token_ids)."
+        )
     if ids is not None and logp is not None and len(ids) != len(logp):
         raise ConfigError(f"a choice has {len(ids)} token ids and {len(logp)} log-probs: {text!r:.60}. Give one each.")
     prompt = getattr(choice, "prompt_token_ids", None)

@@ -10,6 +10,7 @@ import contextlib
 import json
 import random
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,9 @@ from klamp.local.encode import Encoder
 from klamp.local.trajectories import Choice, Message
 from klamp.monitor import Alarm
 from klamp.references import AdapterPath, Base, Ema, Periodic, ReferenceSpec, StepLag, parse
+from klamp.sampling.merged_model import ADAPTER, MergedModel
 from klamp.sampling.sampler import Sampler, context_of, end_ids
+from klamp.serve.engine import STEPS_IN_MEMORY, Model
 from klamp.train import anchors, checkpoint
 from klamp.train.config import RolloutConfig, TrainConfig
 from klamp.train.data import mix
@@ -100,6 +103,10 @@ class Worker:
             context=context_of(model),
             end=end_ids(self.tokenizer, model),
         )
+        self.merged: MergedModel | None = None
+        """What is sampled from; made when first asked for."""
+        self.past: OrderedDict[int, MergedModel] = OrderedDict()
+        """The same of saved steps that were asked for."""
         self.sampler: Sampler | None = None
         self.asked = 0
 
@@ -183,8 +190,8 @@ class Worker:
         if step == 1 and batch.says_something:
             preflight(self.learner, rollout)
         outcome = self.learner.step(step, rollout, scored, stale=batch.stale)
-        if self.sampler is not None:
-            self.sampler.refresh()
+        if self.merged is not None:
+            self.merged.refresh()
         return outcome
 
     def _write(self, step: int, config: TrainConfig, outcome: Outcome, metrics: dict[str, float]) -> None:
@@ -224,8 +231,8 @@ class Worker:
         with _randomness_untouched():
             checkpoint.load(checkpoint.Saved(self.step, self.path), self.learner)
         self.folder.rewind(self.step)
-        if self.sampler is not None:
-            self.sampler.refresh()
+        if self.merged is not None:
+            self.merged.refresh()
 
     # -- the reference ----------------------------------------------------------------------------------------------
 
@@ -323,10 +330,48 @@ class Worker:
 
     def _sampler(self, settings: RolloutConfig) -> Sampler:
         if self.sampler is None or self.sampler.config.temperature != settings.temperature:
-            self.sampler = Sampler(self.learner.policy, self.tokenizer, settings, self.encoder.context)
-            self.sampler.refresh()
+            merged = self._now()
+            self.sampler = Sampler(self.learner.policy, self.tokenizer, settings, self.encoder.context, merged)
         self.sampler.config = settings
         return self.sampler
+
+    def _now(self) -> MergedModel:
+        """The policy as it is now, to sample from."""
+        if self.merged is None:
+            self.merged = MergedModel(self.learner.policy)
+            self.merged.refresh()
+        return self.merged
+
+    def sampled_model(self, step: int | None) -> Model:
+        """The weights of a saved step, or as they are now, for the endpoint."""
+        if step is None or step == self.step:
+            return Model(self._now().model, self.step)
+        if step not in self.past:
+            with self._weights_of(step):
+                merged = MergedModel(self.learner.policy)
+                merged.refresh()
+            self.past[step] = merged
+            while len(self.past) > STEPS_IN_MEMORY - 1:
+                self.past.popitem(last=False)
+        return Model(self.past[step].model, step)
+
+    @contextlib.contextmanager
+    def _weights_of(self, step: int) -> Iterator[None]:
+        """The adapter of a saved step in the policy's place, and afterwards the policy's again, to the bit."""
+        from peft import set_peft_model_state_dict
+
+        if step not in anchors.saved_steps(self.place.folder):
+            there = ", ".join(map(str, anchors.saved_steps(self.place.folder)))
+            raise ConfigError(f"step {step} is not saved. Saved steps: {there}.")
+        path = checkpoint.folder_of(self.place.folder, step) / "adapter_model.safetensors"
+        own = {p: p.detach().clone() for p in self.learner.policy.trainable().values()}
+        try:
+            set_peft_model_state_dict(self.learner.policy.model, load_file(path), adapter_name=ADAPTER)
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, value in own.items():
+                    parameter.copy_(value)
 
 
 def _stamp(spec: ReferenceSpec) -> str:

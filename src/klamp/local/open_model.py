@@ -1,0 +1,162 @@
+"""A model that is open: its thread, what waits for that, and whether it trains."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from klamp.errors import KlampError
+from klamp.local.arguments import Place
+from klamp.local.encode import Encoder
+from klamp.local.trajectories import Choice
+from klamp.local.worker import Request, Worker
+from klamp.serve import engine
+from klamp.serve.engine import Engine, Limits, Model, split_step
+from klamp.train.anchors import saved_steps
+from klamp.train.config import LoraConfig
+
+T = TypeVar("T")
+Settings = tuple[int, float]
+"""Longest answer and temperature: requests that share them are drawn in one batch."""
+Asked = tuple[Request, "asyncio.Future[list[Choice]]"]
+
+
+class OpenModel:
+    """A model's thread, what waits for it, and whether it trains."""
+
+    def __init__(self, model: Any, folder: Path, device: str, keep: int) -> None:
+        self.model = model
+        """A TrainableModel."""
+        lora = LoraConfig(rank=model.lora_rank, alpha=model.lora_alpha)
+        self.place = Place(
+            base_model=model.base_model, folder=folder, lora=lora, seed=model.seed, device=device, keep=keep
+        )
+        self.thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"klamp-{model.name}")
+        self.training = threading.Lock()
+        self.worker: Worker | None = None
+        self.engine = Engine(self, Limits())
+        """Decodes what the endpoint is asked for, in the model's thread like everything else."""
+        self.lock = threading.Lock()
+        self.decoding = False
+        self.wanted = 0
+        """Jobs that wait for the thread while the engine has it."""
+        self.waiting: dict[Settings, list[Asked]] = {}
+        self.drawing: set[asyncio.Future[None]] = set()
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    def call(self, job: Callable[[Worker], T]) -> Awaitable[T]:
+        """Run ``job`` in the model's thread; what was asked for first is done first."""
+        return asyncio.wrap_future(self._submit(job))
+
+    def train(self, job: Callable[[Worker], T]) -> Awaitable[T]:
+        """The same for training, which only one may do at a time: a second call is refused, not queued."""
+        if not self.training.acquire(blocking=False):
+            raise KlampError(
+                f"{self.model.project}/{self.model.name} is being trained. Wait for the train() that is running."
+            )
+        future = self._submit(job)
+        # Also when the caller stopped waiting: the thread trains on until its step is done.
+        future.add_done_callback(lambda _: self.training.release())
+        return asyncio.wrap_future(future)
+
+    async def sample(self, request: Request, settings: Settings) -> list[Choice]:
+        """The answer to a request, drawn together with those that other coroutines make before the loop comes round."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[list[Choice]] = loop.create_future()
+        if not self.waiting or self.loop is not loop:
+            self.loop, self.waiting = loop, {}
+            loop.call_soon(self._start)
+        self.waiting.setdefault(settings, []).append((request, answer))
+        return await answer
+
+    def _start(self) -> None:
+        waiting, self.waiting = self.waiting, {}
+        for settings, asked in waiting.items():
+            task = asyncio.ensure_future(self._draw(settings, asked))
+            self.drawing.add(task)
+            task.add_done_callback(self.drawing.discard)
+
+    async def _draw(self, settings: Settings, asked: list[Asked]) -> None:
+        length, temperature = settings
+        requests = [request for request, _ in asked]
+        try:
+            drawn = await self.call(lambda w: w.sample(requests, max_tokens=length, temperature=temperature))
+        except Exception as error:
+            drawn = [error] * len(asked)
+        for (_, answer), choices in zip(asked, drawn, strict=True):
+            if answer.done():  # somebody stopped waiting
+                continue
+            if isinstance(choices, Exception):
+                answer.set_exception(choices)
+            else:
+                answer.set_result(choices)
+
+    def _submit(self, job: Callable[[Worker], T]) -> concurrent.futures.Future[T]:
+        with self.lock:
+            self.wanted += 1
+        return self.thread.submit(self._run, job)
+
+    def _run(self, job: Callable[[Worker], T]) -> T:
+        with self.lock:
+            self.wanted -= 1
+        return job(self._opened())
+
+    def _opened(self) -> Worker:
+        if self.worker is None:
+            self.worker = Worker(self.place)
+        return self.worker
+
+    # -- the endpoint -----------------------------------------------------------------------------------------------
+
+    @property
+    def encoder(self) -> Encoder:
+        """The tokenizer of every step."""
+        return self._opened().encoder
+
+    @property
+    def tokenizer(self) -> Any:
+        """For the text of tokens."""
+        return self.encoder.tokenizer
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """Tokens that end a sequence."""
+        return self.encoder.end
+
+    def names(self) -> list[str]:
+        """The model as it is, and at its saved steps."""
+        return [self.model.name, *(f"{self.model.name}@{s}" for s in saved_steps(self.place.folder))]
+
+    def weights(self, name: str) -> Model:
+        """The weights that ``name`` stands for; in the model's thread."""
+        return self._opened().sampled_model(split_step(name)[1])
+
+    def submit(self, request: engine.Request) -> None:
+        """Begin a request of the endpoint's, or raise Busy."""
+        self.engine.submit(request)
+        self._decode_soon()
+
+    def _decode_soon(self) -> None:
+        with self.lock:
+            if self.decoding or not self.engine.waiting:
+                return
+            self.decoding = True
+        try:
+            self.thread.submit(self._decode)
+        except RuntimeError:  # the backend was closed
+            self.engine.fail(KlampError("the backend is closed."))
+
+    def _decode(self) -> None:
+        """Decode until nothing is left, or until a job waits: then what runs is finished and the rest waits for it."""
+        try:
+            self._opened()
+            self.engine.run(lambda: self.wanted > 0)
+        except Exception as error:
+            self.engine.fail(error)
+        with self.lock:
+            self.decoding = False
+        self._decode_soon()

@@ -1,0 +1,247 @@
+"""The web application: OpenAI's routes in front of engines, or of another server where a URL is given."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
+
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from klamp.errors import ConfigError
+from klamp.serve import engine
+from klamp.serve.engine import Begun, Busy, Limits, Piece
+from klamp.serve.openai_api import Answer, ApiError, Wish, read_wish, sse
+
+
+class Door(Protocol):
+    """A model behind the application."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """For the text of tokens."""
+        ...
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """Tokens that end a sequence."""
+        ...
+
+    def names(self) -> list[str]:
+        """What it can be asked for by: the model's name, and ``name@step`` for the steps that are saved."""
+        ...
+
+    def submit(self, request: engine.Request) -> None:
+        """Begin a request, or raise Busy."""
+        ...
+
+
+Find = Callable[[str], "Door | None"]
+
+
+def make_app(
+    find: Find,
+    doors: Callable[[], list[Door]],
+    *,
+    limits: Limits,
+    key: str | None = None,
+    always_ids: bool = False,
+    forward: str | None = None,
+) -> FastAPI:
+    """OpenAI's endpoint for the models that ``find`` knows; with ``forward`` every request goes on to that URL.
+
+    ``always_ids``: log-probs and token ids come with every choice, asked for or not, as training needs them.
+    """
+
+    async def guard(request: Request) -> None:
+        if key is not None and request.url.path != "/health" and not _has_key(request, key):
+            raise ApiError("the API key is missing or wrong.", status=401, code="invalid_api_key")
+
+    app = FastAPI(title="klamp", docs_url=None, redoc_url=None, openapi_url=None, dependencies=[Depends(guard)])
+
+    @app.exception_handler(ApiError)
+    async def refused(_: Request, error: ApiError) -> Response:
+        return _error(error)
+
+    @app.exception_handler(404)
+    async def unknown_path(request: Request, _: Exception) -> Response:
+        return _error(ApiError(f"there is no {request.url.path!r} here.", status=404, code="unknown_url"))
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    if forward is not None:
+        from klamp.serve.forwarding import forward_to
+
+        forward_to(app, forward, limits)
+        return app
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        names = [name for door in doors() for name in door.names()]
+        rows = [{"id": n, "object": "model", "created": int(time.time()), "owned_by": "klamp"} for n in names]
+        return {"object": "list", "data": rows}
+
+    async def answer(request: Request, *, chat: bool) -> Response:
+        wish = read_wish(await read_json(request, limits), chat=chat, limits=limits, always_ids=always_ids)
+        door = find(wish.asks[0].model)
+        if door is None:
+            there = ", ".join(n for d in doors() for n in d.names())
+            raise ApiError(
+                f"there is no model {wish.asks[0].model!r}. There are: {there}.", status=404, code="model_not_found"
+            )
+        return await _answered(request, wish, door)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await answer(request, chat=True)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await answer(request, chat=False)
+
+    return app
+
+
+async def _answered(request: Request, wish: Wish, door: Door) -> Response:
+    news: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def telling(prompt: int) -> Callable[[Any], None]:
+        def tell(what: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is gone with whoever asked
+                loop.call_soon_threadsafe(news.put_nowait, (prompt, what))
+
+        return tell
+
+    asked = [engine.Request(ask, telling(i)) for i, ask in enumerate(wish.asks)]
+    try:
+        for one in asked:
+            door.submit(one)
+    except Busy as error:
+        _cancel(asked)
+        raise ApiError(str(error), status=429, code="queue_full") from None
+    answer = Answer(wish, door.tokenizer, door.end)
+    pieces = _pieces(news, wish, answer)
+    if not wish.stream:
+        return await _whole(request, answer, pieces, asked)
+    try:  # what is wrong with the prompt is an answer of its own, not part of a stream
+        first = await anext(pieces)
+    except BaseException:
+        _cancel(asked)
+        raise
+    return StreamingResponse(_stream(first, pieces, answer, asked), media_type="text/event-stream")
+
+
+async def _pieces(news: asyncio.Queue[tuple[int, Any]], wish: Wish, answer: Answer) -> AsyncIterator[tuple[int, Piece]]:
+    """Every piece with its prompt's number, until all completions are done."""
+    open_ones = sum(ask.n for ask in wish.asks)
+    while open_ones:
+        prompt, what = await news.get()
+        if isinstance(what, Begun):
+            answer.begun[prompt] = what
+        elif isinstance(what, Piece):
+            open_ones -= what.finish is not None
+            yield prompt, what
+        else:
+            raise as_api_error(what)
+
+
+async def _whole(
+    request: Request, answer: Answer, pieces: AsyncIterator[tuple[int, Piece]], asked: list[engine.Request]
+) -> Response:
+    """The whole response; whoever hangs up has its completions taken out of the batch."""
+
+    async def gathered() -> list[tuple[int, Piece]]:
+        return [piece async for piece in pieces]
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    done, left = asyncio.ensure_future(gathered()), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({done, left}, return_when=asyncio.FIRST_COMPLETED)
+        if not done.done():
+            return Response(status_code=499)
+        return JSONResponse(answer.whole(done.result()))
+    finally:
+        _cancel(asked)
+        done.cancel()
+        left.cancel()
+        await asyncio.gather(done, left, return_exceptions=True)
+
+
+async def _stream(
+    first: tuple[int, Piece],
+    pieces: AsyncIterator[tuple[int, Piece]],
+    answer: Answer,
+    asked: list[engine.Request],
+) -> AsyncIterator[str]:
+    try:
+        for chunk in answer.chunks(*first):
+            yield sse(chunk)
+        async for prompt, piece in pieces:
+            for chunk in answer.chunks(prompt, piece):
+                yield sse(chunk)
+        if answer.wish.usage:
+            yield sse({**answer.envelope(".chunk"), "choices": [], "usage": answer.usage})
+        yield sse("[DONE]")
+    except ApiError as error:
+        yield sse(error.body())
+    finally:
+        _cancel(asked)
+
+
+def _cancel(asked: list[engine.Request]) -> None:
+    """Nobody waits any more: sequences that still run leave the batch."""
+    for request in asked:
+        request.cancelled = True
+
+
+def as_api_error(error: Any) -> ApiError:
+    """What went wrong in the engine: the asker's fault where klamp says so."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ConfigError):
+        too_long = "do not fit" in str(error)
+        return ApiError(str(error), code="context_length_exceeded" if too_long else None)
+    return ApiError(f"the model failed: {type(error).__name__}: {error!s:.300}", status=500)
+
+
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """The body, no larger than it may be; what is larger is not read."""
+    too_large = ApiError(f"the body is larger than {limits.body} bytes.", status=413)
+    told = request.headers.get("content-length", "")
+    if told.isdigit() and int(told) > limits.body:
+        raise too_large
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > limits.body:
+            raise too_large
+    return body
+
+
+async def read_json(request: Request, limits: Limits) -> Any:
+    """The body's JSON."""
+    try:
+        return json.loads(await read_body(request, limits))
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"the body is not JSON: {error!s:.100}.") from None
+
+
+def _has_key(request: Request, key: str) -> bool:
+    given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+    return hmac.compare_digest(given.encode(), key.encode())
+
+
+def _error(error: ApiError) -> Response:
+    headers = {"retry-after": "1"} if error.status in (429, 503) else None
+    return JSONResponse(error.body(), status_code=error.status, headers=headers)

@@ -1,0 +1,275 @@
+"""The scheduler: a bounded queue of requests, decoded together as they come, in the one thread that calls ``run``."""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from klamp.errors import ConfigError, KlampError, shown
+from klamp.local.encode import Encoder
+from klamp.serve.batch import Batch
+from klamp.serve.text import Text
+
+STEPS_IN_MEMORY = 3
+"""Saved steps that are held at the same time: the newest, and two to compare it with."""
+
+
+def split_step(name: str) -> tuple[str, int | None]:
+    """``name@40`` as (name, 40)."""
+    found = re.fullmatch(r"(.+)@(\d{1,9})", name)
+    return (found[1], int(found[2])) if found else (name, None)
+
+
+class Busy(KlampError):
+    """The queue is full."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one endpoint takes."""
+
+    queue: int = 1024
+    """Sequences that may wait or run at the same time."""
+    batch: int = 64
+    """Sequences that are decoded together."""
+    tokens: int = 4096
+    """Tokens of one completion at most; also where a request names no number and the context allows it."""
+    choices: int = 128
+    """Completions of one request."""
+    body: int = 8 << 20
+    """Bytes of one request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """What a request wants, checked but not yet tokenised."""
+
+    model: str
+    messages: list[Any] | None = None
+    """A chat; None: ``text`` or ``ids`` is continued."""
+    tools: list[Any] | None = None
+    text: str = ""
+    ids: list[int] | None = None
+    template: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the chat template."""
+    n: int = 1
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    top_logprobs: int = 0
+    stream: bool = False
+
+
+@dataclass(frozen=True)
+class Piece:
+    """News of a completion: tokens since the last piece, or all of them where nothing is streamed."""
+
+    index: int
+    text: str
+    ids: list[int]
+    logp: list[float]
+    tops: list[list[tuple[int, float]]]
+    finish: str | None
+    """stop, length, or None while it goes on."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A request is being decoded."""
+
+    prompt: list[int]
+    step: int | None
+
+
+class Model(NamedTuple):
+    """Weights to decode with."""
+
+    model: Any
+    step: int | None
+    """The training step they are of, where they are of one."""
+
+
+class Models(Protocol):
+    """Where names lead to weights; called in the engine's thread."""
+
+    @property
+    def encoder(self) -> Encoder:
+        """The tokenizer that all of them share."""
+        ...
+
+    def weights(self, name: str) -> Model:
+        """The weights under ``name``, or ``name@step``; a ConfigError where there are none."""
+        ...
+
+
+class Request:
+    """An :class:`Ask` on its way. ``tell`` is called in the engine's thread with each :class:`Begun`, :class:`Piece`
+    or exception."""
+
+    def __init__(self, ask: Ask, tell: Callable[[Any], None]) -> None:
+        self.ask, self.tell = ask, tell
+        self.cancelled = False
+        """Set by whoever asked; its sequences leave the batch before the next token."""
+
+
+class Sequence:
+    """One completion of a request; a row of a batch."""
+
+    def __init__(self, request: Request, prompt: list[int], index: int, encoder: Encoder, most: int) -> None:
+        ask = request.ask
+        self.request, self.prompt, self.index, self.most = request, prompt, index, most
+        self.temperature, self.top_p, self.top_logprobs = ask.temperature, ask.top_p, ask.top_logprobs
+        self.end = encoder.end
+        seed = random.SystemRandom().getrandbits(64) if ask.seed is None else ask.seed
+        self.uniform = random.Random(f"{seed}/{index}").random
+        self.text = Text(encoder.tokenizer, ask.stop)
+        self.news: tuple[list[int], list[float], list[list[tuple[int, float]]]] = ([], [], [])
+
+    def take(self, token: int, logp: float, top: list[tuple[int, float]]) -> bool:
+        """Keep a token and tell of it; whether the sequence goes on."""
+        if self.request.cancelled:
+            return False
+        for kept, new in zip(self.news, (token, logp, top), strict=True):
+            kept.append(new)  # type: ignore[attr-defined]
+        finish = None
+        if token in self.end:
+            finish = "stop"
+            self.text.ids.append(token)
+        elif self.text.add(token):
+            finish = "stop"
+        elif len(self.text.ids) >= self.most:
+            finish = "length"
+        if finish or self.request.ask.stream:
+            ids, logps, tops = self.news
+            self.news = ([], [], [])
+            self.request.tell(Piece(self.index, self.text.show(last=bool(finish)), ids, logps, tops, finish))
+        return finish is None
+
+
+class Engine:
+    """Requests go in from any thread; one thread decodes them."""
+
+    def __init__(self, models: Models, limits: Limits) -> None:
+        self.models, self.limits = models, limits
+        self.waiting: deque[Request] = deque()
+        self.running: list[Batch] = []
+        self.lock = threading.Lock()
+
+    @property
+    def load(self) -> int:
+        """Sequences that wait or run."""
+        return sum(r.ask.n for r in list(self.waiting)) + sum(len(b.rows) for b in list(self.running))
+
+    def submit(self, request: Request) -> None:
+        """Put a request into the queue, or raise Busy."""
+        with self.lock:
+            if self.load + request.ask.n > self.limits.queue:
+                raise Busy(
+                    f"{self.load} completions wait or run, and at most {self.limits.queue} may. Ask again later."
+                )
+            self.waiting.append(request)
+
+    def run(self, wanted: Callable[[], bool] = lambda: False) -> None:
+        """Decode until nothing runs or waits; once the thread is ``wanted`` elsewhere, only what runs is finished."""
+        try:
+            while self.running or (self.waiting and not wanted()):
+                if not wanted():
+                    self._admit()
+                for batch in list(self.running):
+                    batch.keep([i for i, row in enumerate(batch.rows) if not row.request.cancelled])  # type: ignore[attr-defined]
+                    if batch.rows:
+                        batch.step()
+                self.running = [b for b in self.running if b.rows]
+        except BaseException as error:  # out of memory, say: whoever waits is told, and the next request starts afresh
+            self.fail(error)
+            if not isinstance(error, Exception):
+                raise
+
+    def cancel(self) -> None:
+        """Nobody waits any more: what runs ends before the next token."""
+        with self.lock:
+            requests = [*self.waiting, *(row.request for b in self.running for row in b.rows)]  # type: ignore[attr-defined]
+        for request in requests:
+            request.cancelled = True
+
+    def _admit(self) -> None:
+        """Begin as many waiting requests as the batch has room for; they join the rows of their model."""
+        new: dict[int, tuple[Any, list[Sequence]]] = {}
+        room = self.limits.batch - sum(len(b.rows) for b in self.running)
+        while self.waiting:
+            request = self.waiting[0]
+            # One that is larger than the batch is begun when nothing else runs.
+            if request.ask.n > room and (room < self.limits.batch):
+                break
+            with self.lock:
+                self.waiting.popleft()
+            if request.cancelled:
+                continue
+            room -= request.ask.n
+            try:
+                model, rows = self._begun(request)
+            except Exception as error:
+                request.tell(error)
+                continue
+            new.setdefault(id(model), (model, []))[1].extend(rows)
+        for model, rows in new.values():
+            try:
+                batch = Batch(model, rows, int(self.models.encoder.tokenizer.pad_token_id))
+            except Exception as error:  # out of memory, say
+                for request in {id(row.request): row.request for row in rows}.values():
+                    request.tell(error)
+                continue
+            beside = next((b for b in self.running if b.joins and batch.joins and b.model is model), None)
+            if beside is None:
+                self.running.append(batch)
+            else:
+                beside.join(batch)
+
+    def _begun(self, request: Request) -> tuple[Any, list[Sequence]]:
+        ask, encoder = request.ask, self.models.encoder
+        model, step = self.models.weights(ask.model)
+        prompt = self._prompt(ask)
+        context = encoder.context
+        room = self.limits.tokens if context is None else min(self.limits.tokens, context - len(prompt))
+        most = room if ask.max_tokens is None else ask.max_tokens
+        if room < 1 or most > room:
+            said = f"max_tokens={ask.max_tokens}" if ask.max_tokens is not None else "a completion"
+            allowed = f"the model's context is {context}" if context is not None else "there is no limit on the prompt"
+            raise ConfigError(
+                f"a prompt of {len(prompt)} tokens and {said} do not fit: {allowed}, and a completion has at most "
+                f"{self.limits.tokens} tokens. Shorten the prompt or lower max_tokens."
+            )
+        request.tell(Begun(prompt, step))
+        return model, [Sequence(request, prompt, i, encoder, most) for i in range(ask.n)]
+
+    def _prompt(self, ask: Ask) -> list[int]:
+        encoder = self.models.encoder
+        if ask.messages is not None:
+            return encoder.prompt(ask.messages, ask.tools, **ask.template)
+        if ask.ids is None:
+            ids = [int(i) for i in encoder.tokenizer(ask.text, truncation=False, verbose=False)["input_ids"]]
+        else:
+            ids = ask.ids
+        wrong = next((i for i in ids if not 0 <= i < encoder.vocabulary), None)
+        if wrong is not None:
+            raise ConfigError(f"prompt has token id {shown(wrong)}, and the vocabulary has {encoder.vocabulary}.")
+        if not ids:
+            raise ConfigError("the prompt is empty, and this tokenizer puts no BOS before it to start from.")
+        return ids
+
+    def fail(self, error: BaseException) -> None:
+        """Tell everybody who waits that nothing will come."""
+        told = {id(r): r for b in self.running for row in b.rows if (r := row.request)}  # type: ignore[attr-defined]
+        with self.lock:
+            told |= {id(r): r for r in self.waiting}
+            self.waiting.clear()
+        self.running = []
+        for request in told.values():
+            request.tell(error)

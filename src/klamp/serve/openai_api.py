@@ -1,0 +1,381 @@
+"""OpenAI's requests and answers: what a body asks for, what comes back, and what goes wrong, in OpenAI's shape."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from klamp.errors import shown
+from klamp.serve.engine import Ask, Begun, Limits, Piece
+from klamp.serve.tool_calls import tool_calls
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0, None),
+    "presence_penalty": (0, None),
+    "logit_bias": ({}, None),
+    "response_format": ({"type": "text"}, None),
+    "functions": ([], None),
+    "function_call": ("none", None),
+    "best_of": (1, None),
+    "echo": (False, None),
+    "suffix": ("", None),
+    "top_k": (-1, 0, None),
+    "min_p": (0, None),
+    "repetition_penalty": (1, None),
+    "audio": (None,),
+}
+"""Settings that change what is drawn and that this endpoint does not have, with the values that ask for nothing."""
+
+
+class ApiError(Exception):
+    """An answer other than 200."""
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    def body(self) -> dict[str, Any]:
+        """As OpenAI writes it."""
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """A request of the API: what the engine is asked, and how the answer is written."""
+
+    asks: list[Ask]
+    """One a prompt; a chat has one."""
+    chat: bool
+    stream: bool
+    usage: bool
+    """Whether a stream ends with the usage."""
+    logprobs: bool
+    ids: bool
+    """Whether tokens' ids, the prompt's and the step come with every choice."""
+    as_ids: bool
+    """Whether a token of the log-probs is written ``token_id:N``."""
+    tools: bool
+    """Whether tool calls are looked for."""
+
+
+def read_wish(body: Any, *, chat: bool, limits: Limits, always_ids: bool) -> Wish:
+    """What a request's JSON asks for; an ApiError that names the parameter where it cannot be had."""
+    if not isinstance(body, dict):
+        raise ApiError(f"the body must be a JSON object, got {shown(body, 60)}.")
+    for name, nothing in UNSUPPORTED.items():
+        if body.get(name) not in nothing:
+            raise ApiError(f"{name}={shown(body[name], 60)} is not supported. Leave it out.", param=name)
+    asked = bool(body.get("logprobs")) if chat else body.get("logprobs") is not None
+    ids = always_ids or _flag(body, "return_token_ids")
+    tools, called = _tools(body) if chat else (None, False)
+    common: dict[str, Any] = {
+        "model": _text(body, "model"),
+        "n": _whole(body, "n", 1, most=limits.choices),
+        "max_tokens": _max_tokens(body, limits, chat=chat),
+        "temperature": _number(body, "temperature", 1.0, most=2.0),
+        "top_p": _number(body, "top_p", 1.0, most=1.0),
+        "stop": _stop(body),
+        "seed": body["seed"] if isinstance(body.get("seed"), int) else None,
+        "top_logprobs": _top_logprobs(body, chat=chat),
+        "stream": _flag(body, "stream"),
+    }
+    if common["top_p"] <= 0:
+        raise ApiError("top_p must be > 0. 1.0 samples the model itself.", param="top_p")
+    if chat:
+        template = body.get("chat_template_kwargs") or {}
+        if not isinstance(template, dict) or template.keys() & {"tools", "tokenize", "chat_template"}:
+            raise ApiError("chat_template_kwargs must be an object of the template's own names.", param=CHAT_KWARGS)
+        asks = [Ask(messages=_messages(body), tools=tools, template=template, **common)]
+    else:
+        asks = [Ask(**prompt, **common) for prompt in _prompts(body)]
+        if len(asks) * common["n"] > limits.choices:
+            raise ApiError(f"{len(asks)} prompts with n={common['n']} exceed {limits.choices} completions.", param="n")
+    options = body.get("stream_options")
+    return Wish(
+        asks=asks,
+        chat=chat,
+        stream=common["stream"],
+        usage=isinstance(options, dict) and bool(options.get("include_usage")),
+        logprobs=asked or always_ids,
+        ids=ids,
+        as_ids=_flag(body, "return_tokens_as_token_ids") or (always_ids and not asked),
+        tools=called,
+    )
+
+
+CHAT_KWARGS = "chat_template_kwargs"
+
+
+@dataclass
+class Answer:
+    """A response in the making: pieces go in, JSON comes out."""
+
+    wish: Wish
+    tokenizer: Any
+    end: tuple[int, ...]
+    begun: dict[int, Begun] = field(default_factory=dict)
+    """By prompt."""
+    tokens: int = 0
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.id = ("chatcmpl-" if self.wish.chat else "cmpl-") + secrets.token_hex(12)
+        self.kept: dict[int, list[Piece]] = {}
+        self.offsets: dict[int, int] = {}
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Tokens of the prompts, each once, and of all completions."""
+        prompt = sum(len(b.prompt) for b in self.begun.values())
+        return {"prompt_tokens": prompt, "completion_tokens": self.tokens, "total_tokens": prompt + self.tokens}
+
+    def envelope(self, kind: str) -> dict[str, Any]:
+        """What every response and chunk begins with."""
+        name = ("chat.completion" if self.wish.chat else "text_completion") + (kind if self.wish.chat else "")
+        found = {"id": self.id, "object": name, "created": self.created, "model": self.wish.asks[0].model}
+        steps = {b.step for b in self.begun.values()}
+        return found | ({"system_fingerprint": f"step-{steps.pop()}"} if len(steps) == 1 and None not in steps else {})
+
+    # -- all at once ------------------------------------------------------------------------------------------------
+
+    def whole(self, pieces: list[tuple[int, Piece]]) -> dict[str, Any]:
+        """The response of finished completions, each with its prompt's number."""
+        choices = [self._choice(prompt, piece) for prompt, piece in sorted(pieces, key=lambda p: (p[0], p[1].index))]
+        self.tokens = sum(len(piece.ids) for _, piece in pieces)
+        found = {**self.envelope(""), "choices": choices, "usage": self.usage}
+        if self.wish.ids and self.wish.chat:
+            found["prompt_token_ids"] = self.begun[0].prompt
+        return found
+
+    def _choice(self, prompt: int, piece: Piece) -> dict[str, Any]:
+        index = prompt * self.wish.asks[0].n + piece.index
+        choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish, "logprobs": None}
+        if self.wish.chat:
+            choice["message"] = {"role": "assistant", "content": piece.text, "refusal": None}
+            content, calls = self._called(piece.ids, piece.text)
+            if calls:
+                choice["message"] |= {"content": content or None, "tool_calls": calls}
+                choice["finish_reason"] = "tool_calls" if piece.finish == "stop" else piece.finish
+        else:
+            choice["text"] = piece.text
+        if self.wish.logprobs:
+            choice["logprobs"] = self._logprobs(index, piece)
+        return choice | self._extras(prompt, piece.ids)
+
+    def _called(self, ids: list[int], text: str) -> tuple[str, list[dict[str, Any]]]:
+        """Text and tool calls; some formats mark a call by a special token, so those are kept to look for them."""
+        if not self.wish.tools:
+            return text, []
+        said = tool_calls(self.tokenizer.decode([i for i in ids if i not in self.end], skip_special_tokens=False))
+        return (said.content, [c.to_dict() for c in said.calls]) if said.calls else (text, [])
+
+    def _extras(self, prompt: int, ids: list[int]) -> dict[str, Any]:
+        if not self.wish.ids:
+            return {}
+        begun, ask = self.begun[prompt], self.wish.asks[prompt]
+        found: dict[str, Any] = {"token_ids": ids, "prompt_token_ids": begun.prompt, "step": begun.step}
+        return found | {"temperature": ask.temperature or 1.0}
+
+    # -- piece by piece ---------------------------------------------------------------------------------------------
+
+    def chunks(self, prompt: int, piece: Piece) -> list[dict[str, Any]]:
+        """The chunks of a stream that a piece makes; with tools a message is told when it is whole."""
+        index = prompt * self.wish.asks[0].n + piece.index
+        first = index not in self.kept
+        self.kept.setdefault(index, [])
+        self.tokens += len(piece.ids)
+        if not self.wish.chat:
+            return [self._chunk(index, {"text": piece.text}, piece, prompt)] if piece.text or piece.finish else []
+        found = [self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None, prompt)] if first else []
+        if self.wish.tools:
+            self.kept[index].append(piece)
+            if piece.finish is None:
+                return found
+            piece = joined(self.kept[index])
+        delta, finish = {"content": piece.text}, piece.finish
+        content, calls = self._called(piece.ids, piece.text) if self.wish.tools else (piece.text, [])
+        if calls:
+            numbered = [{"index": i, **call} for i, call in enumerate(calls)]
+            delta = {"content": content or None, "tool_calls": numbered}  # type: ignore[dict-item]
+            finish = "tool_calls" if finish == "stop" else finish
+        found.append(self._chunk(index, {"delta": delta}, replace(piece, finish=finish), prompt))
+        return found
+
+    def _chunk(self, index: int, said: dict[str, Any], piece: Piece | None, prompt: int) -> dict[str, Any]:
+        choice = {"index": index, **said, "logprobs": None, "finish_reason": None if piece is None else piece.finish}
+        if piece is not None:
+            if self.wish.logprobs:
+                choice["logprobs"] = self._logprobs(index, piece)
+            choice |= self._extras(prompt, piece.ids)
+        return {**self.envelope(".chunk"), "choices": [choice]}
+
+    # -- log-probs --------------------------------------------------------------------------------------------------
+
+    def _logprobs(self, index: int, piece: Piece) -> dict[str, Any]:
+        if self.wish.chat:
+            entries = []
+            for token, logp, top in zip(piece.ids, piece.logp, piece.tops, strict=True):
+                tops = [self._entry(i, v) for i, v in top]
+                entries.append({**self._entry(token, logp), "top_logprobs": tops})
+            return {"content": entries, "refusal": None}
+        names = [self._name(i) for i in piece.ids]
+        offset, offsets = self.offsets.get(index, 0), []
+        for i in piece.ids:
+            offsets.append(offset)
+            offset += len(self.tokenizer.decode([i], skip_special_tokens=True))
+        self.offsets[index] = offset
+        tops = [{self._name(i): _finite(v) for i, v in top} for top in piece.tops]
+        logps = [_finite(v) for v in piece.logp]
+        return {"tokens": names, "token_logprobs": logps, "top_logprobs": tops, "text_offset": offsets}
+
+    def _entry(self, token: int, logp: float) -> dict[str, Any]:
+        text = self.tokenizer.decode([token], skip_special_tokens=False)
+        whole = None if "\ufffd" in text else list(text.encode())
+        return {"token": self._name(token), "logprob": _finite(logp), "bytes": whole}
+
+    def _name(self, token: int) -> str:
+        return f"token_id:{token}" if self.wish.as_ids else str(self.tokenizer.decode([token]))
+
+
+def joined(pieces: list[Piece]) -> Piece:
+    """All of a completion's pieces as one."""
+    ids, logp, tops = ([x for p in pieces for x in getattr(p, name)] for name in ("ids", "logp", "tops"))
+    return replace(pieces[-1], text="".join(p.text for p in pieces), ids=ids, logp=logp, tops=tops)
+
+
+def sse(data: dict[str, Any] | str) -> str:
+    """An event of a stream."""
+    return f"data: {data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, allow_nan=False)}\n\n"
+
+
+def _finite(logp: float) -> float:
+    return logp if math.isfinite(logp) else -9999.0  # what OpenAI writes for a token that cannot be drawn
+
+
+# -- the fields of a body ---------------------------------------------------------------------------------------------
+
+
+def _text(body: dict[str, Any], name: str) -> str:
+    value = body.get(name)
+    if not isinstance(value, str) or not value:
+        raise ApiError(f"{name} must be a string, got {shown(value, 60)}.", param=name)
+    return value
+
+
+def _flag(body: dict[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ApiError(f"{name} must be true or false, got {shown(value, 60)}.", param=name)
+    return bool(value)
+
+
+def _number(body: dict[str, Any], name: str, default: float, *, most: float) -> float:
+    value = body.get(name)
+    if value is None:
+        return default
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most
+    if not fits:
+        raise ApiError(f"{name} must be a number between 0 and {most:g}, got {shown(value, 60)}.", param=name)
+    return float(value)
+
+
+def _whole(body: dict[str, Any], name: str, default: int, *, most: int, least: int = 1) -> int:
+    value = body.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ApiError(f"{name} must be a whole number from {least} to {most}, got {shown(value, 60)}.", param=name)
+    return value
+
+
+def _max_tokens(body: dict[str, Any], limits: Limits, *, chat: bool) -> int | None:
+    names = ("max_completion_tokens", "max_tokens") if chat else ("max_tokens",)
+    name = next((n for n in names if body.get(n) is not None), None)
+    if name is None:
+        return None if chat else 16  # OpenAI's default for text
+    return _whole(body, name, 0, most=limits.tokens)
+
+
+def _top_logprobs(body: dict[str, Any], *, chat: bool) -> int:
+    if not chat:
+        return _whole(body, "logprobs", 0, most=20, least=0)
+    most = _whole(body, "top_logprobs", 0, most=20, least=0)
+    if most and not _flag(body, "logprobs"):
+        raise ApiError("top_logprobs needs logprobs=true.", param="top_logprobs")
+    return most
+
+
+def _stop(body: dict[str, Any]) -> tuple[str, ...]:
+    value = body.get("stop")
+    found = [value] if isinstance(value, str) else value or []
+    fits = isinstance(found, list) and len(found) <= 16 and all(isinstance(s, str) and s for s in found)
+    if not fits:
+        raise ApiError(f"stop must be a string or at most 16 of them, got {shown(value, 60)}.", param="stop")
+    return tuple(found)
+
+
+def _messages(body: dict[str, Any]) -> list[dict[str, Any]]:
+    given = body.get("messages")
+    if not isinstance(given, list) or not given:
+        raise ApiError("messages must be a list with at least one message.", param="messages")
+    return [_message(m, f"messages[{i}]") for i, m in enumerate(given)]
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    """A message whose content is text, as templates want it."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ApiError(f"{where} must be an object with a role, got {shown(message, 60)}.", param=where)
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [p for p in content if isinstance(p, dict) and p.get("type", "text") == "text"]
+        if len(parts) != len(content) or not all(isinstance(p.get("text"), str) for p in parts):
+            raise ApiError(f"{where}.content may have parts of type text only.", param=where)
+        content = "".join(p["text"] for p in parts)
+    if content is not None and not isinstance(content, str):
+        raise ApiError(f"{where}.content must be text, got {shown(content, 60)}.", param=where)
+    calls = message.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(_is_call(c) for c in calls)):
+        raise ApiError(f"{where}.tool_calls must be a list of function calls.", param=where)
+    # Some templates test for the name of a call alone, so an empty list is left out.
+    kept = {k: v for k, v in message.items() if k not in ("content", "tool_calls") and v is not None}
+    role = {"developer": "system"}.get(message["role"], message["role"])
+    return {**kept, "role": role, "content": content or "", **({"tool_calls": calls} if calls else {})}
+
+
+def _is_call(call: Any) -> bool:
+    return isinstance(call, dict) and isinstance(call.get("function"), dict) and "name" in call["function"]
+
+
+def _tools(body: dict[str, Any]) -> tuple[list[Any] | None, bool]:
+    """The tools that the template is given, and whether calls of them are looked for."""
+    tools, choice = body.get("tools") or None, body.get("tool_choice")
+    if tools is not None and not (isinstance(tools, list) and all(_is_call(t) for t in tools)):
+        raise ApiError("tools must be a list of functions.", param="tools")
+    if choice not in (None, "auto", "none"):
+        raise ApiError(
+            f"tool_choice={shown(choice, 60)} is not supported: what the model says is not constrained. Use 'auto' or "
+            "'none'.",
+            param="tool_choice",
+        )
+    if choice == "none":
+        return None, False
+    return tools, tools is not None
+
+
+def _prompts(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """One a prompt: text or token ids."""
+    given = body.get("prompt")
+
+    def ids(value: Any) -> bool:
+        return isinstance(value, list) and bool(value) and all(isinstance(i, int) for i in value)
+
+    many = given if isinstance(given, list) and not ids(given) else [given]
+    if not many or not all(isinstance(p, str) or ids(p) for p in many):
+        raise ApiError(f"prompt must be text, token ids, or a list of them, got {shown(given, 60)}.", param="prompt")
+    return [{"text": p} if isinstance(p, str) else {"ids": p} for p in many]
