@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from klamp.sampling.caches import accepted
 from klamp.sampling.decode import fit_threads, nucleus
 
 
@@ -111,15 +112,10 @@ class Batch:
 
     @torch.no_grad()
     def _forward(self, ids: Tensor, attention: Tensor, positions: Tensor) -> Tensor:
+        options = accepted(self.model, position_ids=positions, logits_to_keep=1)
+        cached: dict[str, Any] = {"past_key_values": self.cache, "use_cache": True}
         with fit_threads(self.model, len(ids)):
-            out = self.model(
-                input_ids=ids,
-                attention_mask=attention,
-                position_ids=positions,
-                past_key_values=self.cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+            out = self.model(input_ids=ids, attention_mask=attention, **cached, **options)
         return out.logits[:, -1].float()  # type: ignore[no-any-return]
 
     def _draw(self) -> tuple[Tensor, Tensor, list[list[tuple[int, float]]] | None]:

@@ -10,6 +10,7 @@ from typing import Any
 from klamp import models
 from klamp.errors import ConfigError
 from klamp.local.encode import Encoder
+from klamp.sampling.families import check_sampled
 from klamp.sampling.sampler import context_of, end_ids
 from klamp.serve.engine import STEPS_IN_MEMORY, Model, split_step
 from klamp.train.anchors import saved_steps
@@ -55,6 +56,7 @@ class SavedModels:
                 self.loaded.popitem(last=False)
             place = self.source if self.run is None or step is None else str(_step_folder(self.run, step))
             self.loaded[step] = load_merged(place, device=self.device, dtype=self.dtype)
+            check_sampled(self.loaded[step])
         self.loaded.move_to_end(step)
         return self.loaded[step]
 
