@@ -27,7 +27,12 @@ COMMANDS = {
 }
 """Each command with its module, which is imported when the command is called, and its line in the usage."""
 
-EXTRAS = {"compare": ("train", "report"), "sweep": ("train", "report"), "report": ("train", "report"), "serve": ("train", "serve")}
+EXTRAS = {
+    "compare": ("train", "report"),
+    "sweep": ("train", "report"),
+    "report": ("train", "report"),
+    "serve": ("train", "serve"),
+}
 """Commands that need several extras: whoever lacks them hears of all at once."""
 
 
