@@ -1,6 +1,7 @@
 # make compare  set up .venv, run adaptive beside static on the built-in model, write and name the report
-# make test     set up .venv, run every test this machine can run in a few minutes
-# make test-all the slow ones too
+# make test     set up .venv, run what a change to most files can break: three minutes on two cores
+# make test-all every test, as CI runs them
+# make test-lowest  the tests of `make test` with the lowest versions that pyproject.toml allows, in .venv-lowest
 # make test-verl  klamp inside the real verl, in an environment of its own (.venv-verl)
 # make test-vllm  rollouts from a real vLLM server, in an environment of its own (3.5 GB)
 # make faults   kill, starve, signal and fuzz on purpose: the long form, fifty kills
@@ -14,8 +15,14 @@ STAMP := $(VENV)/.installed
 # Two busy torch processes on two cores crawl when their threads spin while they wait.
 export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
+# Tests: a process a core, up to four, a whole file in one of them, one thread a process. `OMP_NUM_THREADS=2 WORKERS=0
+# make test` runs them in one process with two threads.
+OMP_NUM_THREADS ?= 1
+WORKERS ?= logical
+PYTEST = -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile
+LOWEST := .venv-lowest
 
-.PHONY: setup compare test test-all test-verl test-vllm faults lint format audit build clean
+.PHONY: setup compare test test-all test-slow test-lowest test-verl test-vllm faults lint format audit build clean
 
 setup: $(STAMP)
 
@@ -29,11 +36,26 @@ $(STAMP): pyproject.toml constraints.txt
 compare: $(STAMP)
 	$(BIN)/klamp compare
 
-test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow"
+test test-all test-slow test-lowest: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 
-test-all: $(STAMP)
-	$(BIN)/python -m pytest
+test: $(STAMP)
+	$(BIN)/python $(PYTEST) -m "not slow"
+
+test-slow: $(STAMP)
+	$(BIN)/python $(PYTEST) -m slow
+
+test-all: test test-slow
+
+# Torch of that age comes with CUDA: 5 GB on Linux.
+$(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
+	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet --constraint constraints-lowest.txt torch numpy
+	$(LOWEST)/bin/python -m pip install --quiet --constraint constraints-lowest.txt \
+		--editable '.[train,report]' hypothesis psutil pytest pytest-xdist
+	touch $@
+
+test-lowest: $(LOWEST)/.installed
+	$(LOWEST)/bin/python $(PYTEST) -m "not slow"
 
 # verl pins another transformers than klamp, and its dependencies bring CUDA: it gets an environment of its own.
 VERL := .venv-verl
@@ -76,4 +98,4 @@ build: $(STAMP)
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
 
 clean:
-	rm -rf $(VENV) $(VERL) $(VLLM) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VERL) $(VLLM) $(LOWEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

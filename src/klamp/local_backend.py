@@ -18,7 +18,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -278,6 +278,8 @@ class LocalBackend:
         own = (
             model if isinstance(model, TrainableModel) else TrainableModel(model.name, model.project, model.base_model)
         )
+        if (base := models.canonical(own.base_model)) != own.base_model:
+            own = replace(own, base_model=base)
         if folder not in self._opened:
             models.resolve(own.base_model)
             self._opened[folder] = OpenModel(own, folder, self.device, self.keep)

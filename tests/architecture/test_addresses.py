@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SKIPPED = {".git", ".venv", "runs", "build", "dist", "node_modules", "__pycache__"}
+SKIPPED = {".git", ".venv", ".venv-lowest", "runs", "build", "dist", "node_modules", "__pycache__"}
 TEXT = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".html", ".js", ".css", ".json", ""}
 ADDRESS = re.compile(r"https?://([\w.-]+)(?::\d+)?(/[\w./~-]*)?")
 

@@ -138,6 +138,7 @@ def compared(make_config: Any, folder: Path, names: list[str], processes: int, *
         agree(alone(made(name, f"{name}-alone")), ranks[0][name], 1e-5)
 
 
+@pytest.mark.slow
 def test_two_shards_make_the_update_of_one_process(make_config: Any, tmp_path: Path) -> None:  # noqa: F811
     compared(make_config, tmp_path, ["lora", "full"], processes=2)
 

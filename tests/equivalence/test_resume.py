@@ -102,6 +102,7 @@ def test_far_from_the_limit_too_where_a_share_is_measured(settings: Any) -> None
     assert shares == [1.0] + [0.5] * (STEPS - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reference", "full"),
     [("ema:0.7", False), ("ema:0.7", True), ("lag:2", False), ("lag:2", True), ("periodic:3", False)],
@@ -159,6 +160,7 @@ def kill_somewhere(process: subprocess.Popen[bytes], run: str, wait: float, line
     assert process.returncode in (-signal.SIGKILL, 0), said.decode()[-2000:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "full"), [("grpo", False)])
 def test_killed_at_a_random_moment(settings: Any, tmp_path: Path, name: str, full: bool) -> None:
     straight, killed = settings(name, full, "straight"), settings(name, full, "killed")

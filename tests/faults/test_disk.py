@@ -24,6 +24,8 @@ from klamp.train.checkpoint import damage, folder_of
 from klamp.train.runs import read_jsonl
 from unbroken import assert_same, left_by
 
+pytestmark = pytest.mark.slow
+
 STEPS = 10
 
 

@@ -25,6 +25,8 @@ from klamp.train.checkpoint import damage, folder_of
 from klamp.train.runs import RunFolder, read_jsonl
 from unbroken import assert_same, left_by, rows, timeless
 
+pytestmark = pytest.mark.slow
+
 STEPS = 10
 KINDS = [("grpo", False), ("grpo", True), ("ppo", False), ("ppo", True)]
 
@@ -265,13 +267,11 @@ def experiment(nursery: Nursery, moments: random.Random, command: list[object], 
     count(str(command[0]), hits)
 
 
-@pytest.mark.slow
 def test_a_comparison_killed(nursery: Nursery, moments: random.Random, tmp_path: Path, kills: int) -> None:
     command = ["compare", "--arms", "static", "hold", *COMPARE]
     experiment(nursery, moments, command, tmp_path, max(2, kills // 10))
 
 
-@pytest.mark.slow
 def test_a_sweep_killed(nursery: Nursery, moments: random.Random, tmp_path: Path, kills: int) -> None:
     command = ["sweep", "--over", "kl.beta=0.01,1", "--steps", 8]
     for setting in ("rollout.prompts=2", "rollout.group_size=2", "rollout.max_tokens=6"):
@@ -310,7 +310,6 @@ def test_a_measurement_killed(
     count("measure", hits)
 
 
-@pytest.mark.slow
 def test_a_worker_whose_parent_is_killed_saves_its_step_and_leaves(nursery: Nursery, tmp_path: Path) -> None:
     out = tmp_path / "out"
     child = nursery.klamp("compare", "--arms", "static", *COMPARE, "--steps", 2000, "--out", out)

@@ -23,6 +23,8 @@ from klamp.train.config import RewardConfig
 from klamp.train.runs import RunFolder, read_jsonl
 from unbroken import assert_same, left_by, rows
 
+pytestmark = pytest.mark.slow
+
 STEPS = 48
 """So many that a run is still going when it is struck, however slow the machine."""
 WITHIN = 20.0
@@ -125,7 +127,6 @@ def ranks_of(launcher: int) -> list[int]:
     return [int(pid) for pid in children if b"klamp" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-@pytest.mark.slow
 def test_torchrun_restarts_a_killed_process_from_the_checkpoint(
     write: Any, tmp_path: Path, two: dict[str, Any]
 ) -> None:
@@ -143,7 +144,6 @@ def test_torchrun_restarts_a_killed_process_from_the_checkpoint(
     assert_same(left_by(run, STEPS), two)
 
 
-@pytest.mark.slow
 def test_ctrl_c_under_torchrun_is_one_signal(write: Any, tmp_path: Path) -> None:
     """However it reaches the processes, through the terminal or through torchrun, it counts once: the step is saved."""
     run = tmp_path / "asked"

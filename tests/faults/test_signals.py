@@ -21,6 +21,8 @@ from klamp.train.config import RewardConfig
 from klamp.train.runs import read_jsonl
 from unbroken import assert_same, left_by
 
+pytestmark = pytest.mark.slow
+
 STEPS = 10
 OURS = {"reward": RewardConfig(functions=("phases:reward",)), "save_every": 4}
 TERM, INT = int(signal.SIGTERM), int(signal.SIGINT)

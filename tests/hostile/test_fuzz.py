@@ -32,6 +32,8 @@ from klamp.train import data, rewards
 from klamp.train.config import TrainConfig
 from klamp.train.settings import fields_of, from_dict, from_yaml, to_dict, to_yaml
 
+pytestmark = pytest.mark.slow
+
 LONG = os.environ.get("KLAMP_FUZZ") == "long"
 FUZZ = settings(
     max_examples=2000 if LONG else 100,

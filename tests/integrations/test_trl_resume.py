@@ -20,7 +20,7 @@ HOLD = Hold(target=0.05, per="token")
 TIMED = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos")
 
 # accelerate saves and loads the random state of a lone process through pickle's allow-list, with a warning of its own.
-pytestmark = pytest.mark.filterwarnings("ignore:.*weights_only.*:FutureWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*weights_only.*:FutureWarning")]
 
 
 def run(t: Any, controller: Any = HOLD, resume: str | None = None, **settings: Any) -> tuple[Any, KLControl]:

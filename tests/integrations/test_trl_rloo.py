@@ -10,6 +10,8 @@ import pytest
 from klamp import Hold
 from klamp.integrations.trl import KLControl
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[..., Any]
 HOLD = Hold(target=0.4, per="sequence")
 

@@ -95,7 +95,7 @@ def test_a_model_that_cannot_be_fetched_leaves_no_folder(tmp_path: Path, monkeyp
     def fail(name: str) -> str:
         raise ConfigError(f"{name} could be fetched from neither source")
 
-    monkeypatch.setattr("klamp.models.resolve", fail)
+    monkeypatch.setattr("klamp.models.canonical", fail)
     for begin in (
         lambda: run(CompareConfig(model="smollm2"), tmp_path / "out"),
         lambda: run_sweep(SweepConfig(over=("kl.beta=1,2",), model="smollm2"), tmp_path / "out"),

@@ -18,7 +18,7 @@ WITH_TORCH = {"torch", "tyro", "rich", "filelock"}
 OPTIONAL = {"triton", "deepspeed", "verl"}
 """Used where they are found, or the host that calls klamp; never asked for."""
 DISTRIBUTION = {"yaml": "pyyaml"}
-BROUGHT = {"huggingface_hub": "transformers", "datasets": "trl"}
+BROUGHT = {"huggingface_hub": "transformers", "datasets": "trl", "markupsafe": "jinja2"}
 """Packages that come with one that the extra names."""
 
 BARE = """

@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
+pytestmark = pytest.mark.slow
+
 CASES: dict[str, dict[str, Any]] = {
     "one token, vocabulary of one": {"n": 1, "v": 1},
     "prime vocabulary, one slice": {"v": 127},

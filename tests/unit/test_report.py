@@ -184,6 +184,7 @@ def test_runs_that_differ_in_their_seed_alone_are_one_arm(tmp_path: Path) -> Non
     assert write_runs([c]) == c / "report.html"
 
 
+@pytest.mark.slow
 def test_runs_are_looked_for_where_runs_are_kept_and_nowhere_else(tmp_path: Path) -> None:
     write_run(tmp_path / "home" / "thesis" / "old" / "attempts" / "run")
     with pytest.raises(ConfigError, match=r"holds no run.*metrics\.jsonl.*runs/\*/seed-\*"):

@@ -65,7 +65,7 @@ def sweep(
         set: field=value for every run; repeat it for several.
         config: YAML file of a training run to start from, in place of the plan above; flags go on top of it.
         seeds: Seeds of every combination.
-        model: A built-in name (tiny, smollm2), a folder or a Hub id. None: that of --config, or tiny.
+        model: A built-in name (tiny, smollm2, smollm2-q4), a folder or a Hub id. None: that of --config, or tiny.
         steps: Steps of every run. None: those of --config, or 20.
         heldout: Text file for held-out perplexity, one passage a line.
         out: Folder of the sweep.

@@ -47,6 +47,8 @@ class Comparison:
 def run(config: CompareConfig, out: str | Path, *, at_once: int = 0) -> Comparison:
     """Every arm and seed, those already finished left alone; then what is on disk, read back."""
     folder = Folder(out)
+    # Fetched here, where its progress is seen and before the folder is claimed; the folder names what came.
+    config = replace(config, model=models.canonical(config.model))
     config = _grown(config.resolved(), folder)
     chosen = arm_set.parse(config.arms, config.static_beta)
     pool.check_asked(at_once)
@@ -54,7 +56,7 @@ def run(config: CompareConfig, out: str | Path, *, at_once: int = 0) -> Comparis
     left_out = replace(config, target=None, per=None, lr=None).resolved()
     usual = {"target": left_out.target, "per": left_out.per, "lr": left_out.lr}
     folder.check("compare", asdict(config), may_grow=MAY_GROW, usual=usual)
-    models.resolve(config.model)  # fetched here, where its progress is seen, and before the folder is claimed
+    models.resolve(config.model)
     with folder.claimed("compare", asdict(config), may_grow=MAY_GROW, usual=usual):
         _reference(config, chosen[0], folder)
         # The clamp's arm takes longest and comes last in the list: begun first, it does not run on alone at the end.

@@ -38,7 +38,7 @@ class CompareConfig:
     per: Unit | None = None
     """Unit of the target: token, sequence or sequence_mean. Needed with --target."""
     model: str = "tiny"
-    """A built-in name (tiny, smollm2), a folder or a Hub id."""
+    """A built-in name (tiny, smollm2, smollm2-q4), a folder or a Hub id."""
     prompts: str | None = None
     """JSONL or text file of prompts; the built-in models bring their own."""
     reward: tuple[str, ...] = ("vader",)
@@ -84,7 +84,7 @@ class CompareConfig:
         if self.target is not None:
             check_unit("--per", self.per)
             require_number("--target", self.target, above=0, way_out="It is a KL in nats; 0.05 per token is usual.")
-        models.resolve(self.model) if self.model != "smollm2" else None
+        models.resolve(self.model) if not self.model.startswith("smollm2") else None
         data.load(self.prompts, self.model)
         for name in self.reward:
             if not name.startswith("model:"):

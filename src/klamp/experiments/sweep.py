@@ -113,12 +113,17 @@ def run(config: SweepConfig, out: str | Path, *, engine: Engine = "local", at_on
     folder = Folder(out)
     pool.check_asked(at_once)
     planned = plan(config, folder)
+    # Fetched here, where its progress is seen and before the folder is claimed; the folder names what came.
+    model = models.canonical(planned[0][2].model)
+    if model != planned[0][2].model:
+        config = replace(config, model=model)
+        planned = plan(config, folder)
     data.load(planned[0][2].prompts, planned[0][2].model)
     settings = asdict(config)
     folder.check("sweep", settings, may_grow=("seeds",))
     if engine == "ray":
         on_ray.need_ray()
-    models.resolve(planned[0][2].model)  # fetched here, where its progress is seen, and before the folder is claimed
+    models.resolve(model)
     with folder.claimed("sweep", settings, may_grow=("seeds",)):
         todo = [_job(config, folder, label, made) for label, _, made in planned if not _finished(made)]
         progress = Progress()

@@ -14,6 +14,8 @@ constant. :mod:`~klamp.kernels.launch` starts these kernels.
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
 from triton.compiler import CompiledKernel
@@ -21,7 +23,7 @@ from triton.compiler import CompiledKernel
 LOWEST = tl.constexpr(-1.0e18)  # below every logit; finite, and its square too
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-INTERPRETED = bool(triton.knobs.runtime.interpret)
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 """Whether the kernels run in Triton's interpreter, one program after another: then none may wait for another."""
 DIRECT: tuple[type, ...] = (CompiledKernel,) if triton.__version__.startswith(("3.6.", "3.7.")) else ()
 """What a launch returns that can itself be started with all arguments: by Triton's source, in these versions."""

@@ -69,7 +69,7 @@ def _model(name: str) -> str:
     """The newest checkpoint of a run's folder; any other name as it is."""
     folder = _run_of(name)
     if folder is None or folder != Path(name) or (folder / "config.json").is_file():
-        return name
+        return models.canonical(name)
     steps = saved_steps(folder)
     if not steps:
         raise ConfigError(f"run {name!r} has no checkpoint yet. Wait for its first one, or lower its save_every.")

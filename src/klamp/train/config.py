@@ -357,7 +357,7 @@ class TrainConfig:
     """A training run."""
 
     model: str = "tiny"
-    """The policy: a folder, a Hub id, or a built-in name (tiny, smollm2)."""
+    """The policy: a folder, a Hub id, or a built-in name (tiny, smollm2, smollm2-q4)."""
     prompts: str | None = None
     """JSONL with a "prompt" on each line, text or a list of messages (other columns go to the rewards), or plain text,
     one prompt a line. None: the built-in model's own."""

@@ -52,6 +52,7 @@ class Trainer:
         watch: Callable[[int, Trainer], dict[str, float]] | None = None,
     ) -> None:
         check_tracker(config.track)
+        config = replace(config, model=models.canonical(config.model))
         self.folder = RunFolder(config.run)
         config, self.changes = self.folder.claim(config)
         self.config, self.watch = config, watch
