@@ -15,8 +15,8 @@ from klamp.errors import EXTRAS, MissingExtra, needing
 SOURCE = Path(klamp.__file__).parent
 WITH_TORCH = {"torch", "tyro", "rich", "filelock"}
 """Packages of a bare install: klamp's own dependencies, and what torch brings."""
-OPTIONAL = {"triton", "deepspeed", "verl"}
-"""Used where they are found, or the host that calls klamp; never asked for."""
+OPTIONAL = {"triton", "deepspeed", "verl", "openai"}
+"""Used where they are found, or the host or client of whoever calls klamp; never asked for."""
 DISTRIBUTION = {"yaml": "pyyaml"}
 BROUGHT = {"huggingface_hub": "transformers", "datasets": "trl", "markupsafe": "jinja2"}
 """Packages that come with one that the extra names."""
