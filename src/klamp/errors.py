@@ -42,6 +42,7 @@ EXTRAS = {
     "vaderSentiment": "train",
     "yaml": "train",
     "jinja2": "report",
+    "markupsafe": "report",
     "matplotlib": "report",
     "plotly": "report",
     "datasets": "trl",
