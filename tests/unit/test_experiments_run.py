@@ -152,11 +152,13 @@ def test_a_sweep_runs_and_ends_in_table_and_frontier(tmp_path: Path) -> None:
     assert found.frontier
     assert found.target is None, "nothing reads a target under a constant beta"
     assert "reward-KL frontier" in sweep.sentence(found)
+    assert sweep.headline(found) == f"{len(found.frontier)} of 2 points are on the reward-KL frontier."
     assert sweep.table(found).row_count == 2
     before = stamps(tmp_path)
     page = write_sweep(sweep.run(config, tmp_path / "out"))
     assert stamps(tmp_path) == before
     assert "kl.beta=0.01" in page.read_text()
+    assert f"<h1>{sweep.headline(found)}</h1>" in page.read_text()
 
 
 def test_ray_runs_the_same_jobs_to_the_same_numbers(tmp_path: Path) -> None:
