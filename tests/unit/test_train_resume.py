@@ -17,6 +17,7 @@ import pytest
 
 from klamp.cli import main
 from klamp.errors import ConfigError
+from klamp.train import loop
 from klamp.train.config import LoraConfig, OptimConfig, RewardConfig, RolloutConfig, TrainConfig
 from klamp.train.loop import train_policy
 from klamp.train.runs import RunFolder
@@ -162,3 +163,22 @@ def test_ctrl_c_says_what_was_saved_and_how_to_go_on_and_an_alarm_is_printed_onc
         told
         == f"stopped after step {last}; step {last} is saved in {saved}. Go on: klamp train --resume {tmp_path}/run"
     )
+
+
+@pytest.mark.parametrize(
+    ("finished", "says"), [(False, "before its first step was finished"), (True, "after step 2; step 2")]
+)
+def test_ctrl_c_while_it_starts_is_one_line(
+    run: Path, finished: bool, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(config: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "train_policy", interrupted)
+    where = ["--resume", str(run)] if finished else ["--run", str(run.parent / "new")]
+    with pytest.raises(SystemExit) as end:
+        main(["train", *where])
+    said = capsys.readouterr().err
+    assert end.value.code == 130
+    assert said.startswith(f"stopped {says}")
+    assert said.count("\n") == 1

@@ -103,10 +103,10 @@ def _stops_told(run: str) -> Iterator[None]:
     """When a signal ends the run: what was saved of it, and the command that goes on."""
     try:
         yield
-    except (SystemExit, KeyboardInterrupt):
+    except (SystemExit, KeyboardInterrupt) as end:
         if _first_process():
             print(_stopped(run), file=sys.stderr)
-        raise
+        raise SystemExit(130 if isinstance(end, KeyboardInterrupt) else end.code) from None
 
 
 def _stopped(run: str) -> str:
@@ -116,7 +116,10 @@ def _stopped(run: str) -> str:
 
     last, saved = RunFolder(run).last_step(), max(saved_steps(Path(run)), default=0)
     if not saved:
-        return f"stopped after step {last}. Nothing was saved yet: the same command begins again."
+        when = f"after step {last}" if last else "before its first step was finished"
+        return (
+            f"stopped {when}. Nothing was saved yet: the same command begins again{' with --resume' if last else ''}."
+        )
     where = f"step {saved} is saved in {shlex.quote(str(folder_of(Path(run), saved)))}"
     return f"stopped after step {last}; {where}. Go on: klamp train --resume {shlex.quote(run)}"
 

@@ -100,7 +100,8 @@ class Trainer:
     def _run(self) -> dict[str, float]:
         done = self._resume()
         metrics = self.folder.last()
-        self.display.say(opening(self.config))
+        if done < self.config.steps:
+            self.display.say(opening(self.config))
         with self.stop.listening(), self.display.live(done), contextlib.closing(self.sampler):
             self._check_server(done)
             for step in range(done + 1, self.config.steps + 1):

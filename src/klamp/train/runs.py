@@ -117,8 +117,8 @@ class RunFolder:
             if field not in MAY_CHANGE and not (anchored and field == "kl.reference"):
                 raise ConfigError(
                     f"{field} is {shown(was)} in run {str(self.path)!r} and cannot become {shown(now)} when it is "
-                    f"resumed. Leave it out, or choose another --run. {', '.join(MAY_CHANGE[:4])} and the settings of "
-                    "saving and logging may change."
+                    "resumed. Leave it out, or choose another --run. Steps, kl.target, kl.limit, optim.lr and "
+                    "the settings of saving and logging may change."
                 )
         return found
 
