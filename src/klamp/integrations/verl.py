@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import json
 import logging
 import math
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from klamp import __version__, estimators
-from klamp.controllers import Hold, Stateful
+from klamp.controllers import Hold, HoldState, Stateful
 from klamp.errors import ConfigError, unknown, writing
 from klamp.masked import Unit, check_unit, mean
 
@@ -41,6 +42,7 @@ MEASURES: dict[str, Callable[..., Tensor]] = {
 }
 TRAINERS = {"verl.trainer.ppo.ray_trainer": "RayPPOTrainer", "verl.trainer.ppo.v1.trainer_base": "PPOTrainer"}
 """The classes that write and read verl's checkpoints."""
+TAKES_SPREAD = "spread" in inspect.signature(Hold.update).parameters
 ASYNCHRONOUS = "verl.experimental.fully_async_policy.fully_async_trainer"
 
 
@@ -85,29 +87,38 @@ class HoldKLController(Stateful):
     ``update`` takes a KL in the unit of the target.
     """
 
-    __slots__ = ("measured", "settings", "told")
+    __slots__ = ("measured", "settings", "spread", "told")
+    controller: Hold
+    state: HoldState
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         super().__init__(Hold(settings.target, settings.per, init_beta=settings.kl_coef))
         self.told = settings.kl_coef != DEFAULT_COEF
         self.measured: float | None = None
+        self.spread: float | None = None
 
     def observe(self, data: Any) -> None:
         """Look at a batch of verl's before its penalty is applied: measure KL, and find the first price."""
         logp, ref_logp, mask = (data.batch[k] for k in ("old_log_probs", "ref_log_prob", "response_mask"))
         kl = MEASURES[self.settings.estimator](logp.float(), ref_logp.float())
         self.measured = float(mean(kl, mask, per=self.settings.per))
-        if not self.told and (spread := _spread(data)) > 0:
+        self.spread = _spread(data)
+        if not self.told and self.spread > 0:
             length = float(mask.sum(-1).float().mean())
-            self.state, self.told = self.controller.init(spread=spread, length=length), True  # type: ignore[call-arg]
-            logger.warning("klamp: rewards spread by %.4g within a prompt; the first price is %.4g", spread, self.value)
+            self.state, self.told = self.controller.init(spread=self.spread, length=length), True
+            logger.warning(
+                "klamp: rewards spread by %.4g in a prompt; the first price is %.4g", self.spread, self.value
+            )
 
     def update(self, current: Any = None, n_steps: float = 1, *, current_kl: Any = None) -> None:
         """Observe a KL, or the one just measured where :meth:`observe` saw the batch."""
-        if self.measured is not None:
-            current, current_kl, self.measured = self.measured, None, None
-        super().update(current, n_steps, current_kl=current_kl)
+        if self.measured is None:
+            super().update(current, n_steps, current_kl=current_kl)
+            return
+        beside: dict[str, Any] = {"spread": self.spread} if TAKES_SPREAD else {}
+        self.state = self.controller.update(self.state, self.measured, int(n_steps), **beside)
+        self.measured = None
 
     def save(self, folder: Path, step: int) -> None:
         """Write the state into the folder of verl's checkpoint."""
