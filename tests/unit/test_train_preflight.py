@@ -92,3 +92,50 @@ def test_it_runs_before_step_one(trainer: Any, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(PreflightError):
         made.run()
     assert not made.folder.metrics.is_file()
+
+
+def test_a_sampler_that_draws_from_something_else(ready: Any) -> None:
+    made, rollout = ready
+    assert preflight(made.learner, rollout, sampled=True)["preflight/sampler"] < 1e-5
+    logp = rollout.sampler_logp.clone()
+    logp[2, 0] += 0.41
+    wrong = replace(rollout, sampler_logp=logp)
+    with pytest.raises(PreflightError, match=r"differ by 0\.41 nats on token 1 of completion 3.*preflight=false"):
+        preflight(made.learner, wrong, sampled=True)
+    assert preflight(made.learner, wrong), "recorded by somebody else, it is not compared"
+
+
+def test_a_nucleus_is_allowed_for(trainer: Any) -> None:
+    with pytest.warns(UserWarning, match="cut distribution"):
+        made = trainer(rollout={"top_p": 0.6})
+    rollout = made.sample(1)
+    assert preflight(made.learner, rollout, sampled=True)["preflight/sampler"] < 1e-5
+
+
+def test_a_model_that_does_not_see_padding(ready: Any) -> None:
+    made, rollout = ready
+    backbone = made.learner.policy.model.get_base_model().model
+    own = type(backbone).forward
+
+    class Blind(type(backbone)):  # type: ignore[misc]
+        def forward(self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, **other: Any) -> Any:
+            return own(self, input_ids=input_ids, **other)
+
+    backbone.__class__ = Blind
+    with pytest.raises(
+        PreflightError, match=r"in a batch and the same one alone differ by .* see which tokens are padding"
+    ):
+        preflight(made.learner, rollout)
+
+
+def test_the_loop_asks_for_the_sampler(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trainer(steps=1)
+    sample = made.sampler.sample
+
+    def off(*args: Any) -> Any:
+        rollout = sample(*args)
+        return replace(rollout, sampler_logp=rollout.sampler_logp - 0.3)
+
+    monkeypatch.setattr(made.sampler, "sample", off)
+    with pytest.raises(PreflightError, match=r"sampler and trainer differ by 0\.3 nats"):
+        made.run()

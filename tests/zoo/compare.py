@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from families import WORDS, write
 from torch import Tensor
+
+from klamp import models
+from klamp.errors import ConfigError
+from small_model import tokenizer, vocabulary
 
 PROMPTS = ["w1 w2 w3 w4 w5 w6", "w7", "w8 w9 w10", "w11 w12"]
 """Ragged, so that padding is at work in every batch."""
 TEMPERATURE = 0.9
+
+
+BOUND = 1e-5
+"""Nats, float32: log-probs of size 5 from logits of size 10, some tens of sums in another order."""
+BOUNDS = {"KL": 2e-6}
 
 
 @dataclass
@@ -19,8 +31,23 @@ class Found:
     """How far klamp is from plain transformers, in nats; the gradient relative to its norm."""
 
     way: str
-    """fast or plain."""
+    """static, dynamic or refused: how the family's completions are decoded."""
     figures: dict[str, float] = field(default_factory=dict)
+    why: str = ""
+    """Why it is refused."""
+
+    def wrong(self) -> dict[str, float]:
+        """The figures beyond their bounds."""
+        return {k: v for k, v in self.figures.items() if not v <= BOUNDS.get(k, BOUND)}
+
+
+def looked_at(name: str, place: Path, *, full: bool) -> Found:
+    """A family trained and compared in ``place``, or its refusal."""
+    folder = write(place / "model", name)
+    try:
+        return compared(trained(folder, place / "run", full=full), folder)
+    except ConfigError as error:
+        return Found("refused", why=str(error))
 
 
 def trained(folder: str, run: Path, *, full: bool, **settings: Any) -> Any:
@@ -41,9 +68,21 @@ def trained(folder: str, run: Path, *, full: bool, **settings: Any) -> Any:
         optim=OptimConfig(lr=1e-3 if full else 1e-2),
         lora=LoraConfig(rank=4, alpha=8.0),
     )
-    trainer = Trainer(replace(config, **settings), rewards=[_reward], quiet=True)
+    with own_words():
+        trainer = Trainer(replace(config, **settings), rewards=[_reward], quiet=True)
     trainer.run()
     return trainer
+
+
+@contextlib.contextmanager
+def own_words() -> Iterator[None]:
+    """One tokenizer for all families; transformers would make another kind for some of them."""
+    before, words = models.load_tokenizer, tokenizer(vocabulary(WORDS))
+    models.load_tokenizer = lambda *_, **__: words
+    try:
+        yield
+    finally:
+        models.load_tokenizer = before
 
 
 def _reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
@@ -70,7 +109,7 @@ def compared(trainer: Any, folder: str) -> Found:
         "gradient": float((ours - theirs).norm() / theirs.norm()),
     }
     assert float(kl[mask].mean()) > 1e-5, "two steps moved the policy off its reference"
-    return Found("fast" if trainer.sampler.merged.fast else "plain", figures)
+    return Found("static" if trainer.sampler.merged.fast else "dynamic", figures)
 
 
 def original(folder: str) -> Any:

@@ -15,10 +15,10 @@ from klamp.sampling.caches import attention_of
 
 FAST = frozenset(
     {
-        "apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4",
-        "gpt2", "gpt_neox", "gpt_oss", "granite", "helium", "hunyuan_v1_dense", "llama", "ministral", "mistral",
-        "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
-        "seed_oss", "smollm3", "stablelm", "starcoder2",
+        "apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text",
+        "gemma3n_text", "gemma4_text", "glm", "glm4", "gpt2", "gpt_neox", "gpt_oss", "granite", "helium",
+        "hunyuan_v1_dense", "llama", "ministral", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "phi",
+        "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
     }
 )  # fmt: skip
 """``model_type`` of the text models whose decoding by the static cache is known to be right."""
@@ -38,10 +38,16 @@ def is_fast(model: Any) -> bool:
 def check_sampled(model: Any) -> None:
     """Refuse a model whose decoding state neither cache can hold, in one line that says why."""
     config, name = model.config, type(model).__name__
-    if getattr(config, "is_encoder_decoder", False):
+    # The decoder of such a model, loaded alone, says that it is none.
+    if getattr(config, "is_encoder_decoder", False) or getattr(type(config)(), "is_encoder_decoder", False):
         raise ConfigError(f"{name} is an encoder-decoder: klamp trains causal models.")
     if "past_key_values" not in inspect.signature(type(model).forward).parameters:
         raise ConfigError(
             f"{name} cannot be sampled from: it keeps its state in another cache than past_key_values. "
             "Choose a model with attention layers."
+        )
+    if config.model_type == "falcon" and config.alibi and attention_of(model) == "sdpa":
+        raise ConfigError(
+            f"{name} with ALiBi: transformers' SDPA adds its biases otherwise than the model was trained with. "
+            "Choose a Falcon with rotary positions."
         )

@@ -104,6 +104,12 @@ class Sampler:
                 f"prompts of {shortest} to {longest} tokens and rollout.max_tokens={length} cross {self.stretch}, "
                 "where the model's LongRoPE changes the positions of the whole sequence. Stay below it, or above."
             )
+        best = getattr(self.model.config.get_text_config(), "keep_window_size", None)
+        if best is not None and longest + length > best:
+            raise ConfigError(
+                f"a prompt of {longest} tokens and rollout.max_tokens={length} exceed keep_window_size={best}. "
+                "From there on the model attends to its best keys only, and decodes otherwise than it trains."
+            )
         known = self.model.get_input_embeddings().weight.shape[0]
         largest = max((max(p, default=0) for p in (*prompts, (self.decoder.pad,))), default=0)
         if largest >= known:

@@ -87,6 +87,8 @@ class Trainer:
             ahead=config.rollout.ahead > 0,
             stopped=lambda: bool(self.stop.asked) and self.accelerator.num_processes == 1,
         )
+        if self.learner.policy.note:
+            self.display.say(self.learner.policy.note)
 
     def run(self) -> dict[str, float]:
         """Train to the last step and return its metrics."""

@@ -55,6 +55,8 @@ class Policy(nn.Module):
         self.model = model
         self.temperature = temperature
         self.lora = lora
+        self.note = ""
+        """What a user should know about the adapter's place, in a sentence."""
         self.sharded = False
         """Whether FSDP2 holds the weights."""
         self.layers: list[Any] = []
@@ -218,12 +220,15 @@ def build(model: nn.Module, config: TrainConfig) -> Policy:
     else:
         for p in model.parameters():
             p.requires_grad_(True)
-    return Policy(
+    policy = Policy(
         model,
         value_head=config.algorithm.name == "ppo",
         temperature=config.rollout.temperature,
         lora=not config.full,
     )
+    if not config.full and config.lora.targets == "all-linear":
+        policy.note = _left_out(model)
+    return policy
 
 
 def recompute(model: Any) -> None:
@@ -259,7 +264,7 @@ def lora_targets(model: nn.Module, given: str) -> Any:
     head, experts = model.get_output_embeddings(), has_experts(model.config)  # type: ignore[operator]
     linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
     # Mamba's fused kernels read the weight of out_proj and would pass by its adapter.
-    fused = {n for n in linear if n.endswith(".out_proj") and "mamba" in type(_parent(model, n)).__name__.lower()}
+    fused = {n for n in linear if n.endswith(".out_proj") and _state_space(model.get_submodule(n.rpartition(".")[0]))}
     if not experts and not fused:
         return given
     mixing = {n for n in linear if any(part in piece for piece in n.split(".")[:-1] for part in MIXERS)}
@@ -267,8 +272,22 @@ def lora_targets(model: nn.Module, given: str) -> Any:
     return sorted(chosen)
 
 
-def _parent(model: nn.Module, name: str) -> nn.Module:
-    return model.get_submodule(name.rpartition(".")[0])
+def _left_out(model: nn.Module) -> str:
+    """Which linear maps an adapter on all of them is on, where that is not all: a mixture of experts, Mamba."""
+    adapted: Any = model
+    settings = adapted.peft_config[ADAPTER]
+    if settings.target_modules == "all-linear" or not has_experts(adapted.config):
+        return ""
+    names = sorted({name.rpartition(".")[2] for name in adapted.targeted_module_names})
+    return (
+        f"a mixture of experts: LoRA is on {', '.join(names)}; experts and routers stay as they are. "
+        "lora.targets chooses other layers."
+    )
+
+
+def _state_space(module: nn.Module) -> bool:
+    """Whether a module is Mamba's mixer, by the names of its parameters."""
+    return hasattr(module, "A_log") and hasattr(module, "D")
 
 
 def add_lora(model: nn.Module, config: TrainConfig) -> nn.Module:

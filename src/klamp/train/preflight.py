@@ -88,9 +88,9 @@ def _sampler_gap(learner: Learner, rollout: Rollout, logp: Tensor) -> float:
 @torch.no_grad()
 def _padding_gap(learner: Learner, rollout: Rollout, logp: Tensor) -> float:
     """The largest difference between log-probs in the batch and those of two of its sequences alone, unpadded."""
-    lengths = rollout.attention.sum(1)
+    prompts, lengths = rollout.attention[:, : rollout.first].sum(1), rollout.attention.sum(1)
     far, seen = torch.zeros_like(logp), torch.zeros_like(rollout.mask)
-    for row in (int(lengths.argmin()), int(lengths.argmax())):
+    for row in (int(prompts.argmin()), int(lengths.argmax())):  # the most padding, the most tokens
         piece = part(rollout, torch.tensor([row], device=learner.device))
         with learner._autocast():
             alone = learner.policy.stats(piece, learner.module(piece).hidden, None).logp
