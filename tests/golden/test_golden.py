@@ -8,12 +8,13 @@ from fnmatch import fnmatch
 from typing import Any
 
 import check_controllers
+import check_groups
 import check_placements
 import check_tokens
 import pytest
 from vectors import CHECKS, Case, cases, files, load
 
-CHECKED_BY = (check_controllers, check_placements, check_tokens)  # importing them fills CHECKS
+CHECKED_BY = (check_controllers, check_groups, check_placements, check_tokens)  # importing them fills CHECKS
 ALL = list(cases())
 EXEMPT = {"grad_full": "with respect to a whole vocabulary", "ends": "trlx's bookkeeping"}
 

@@ -43,6 +43,10 @@ class Encoder:
         self.tokenizer, self.vocabulary, self.context, self.end = tokenizer, vocabulary, context, end
         self.chat = tokenizer.chat_template is not None
 
+    def use_template(self, template: str) -> None:
+        """Render chats with ``template`` from now on."""
+        self.tokenizer.chat_template, self.chat = template, True
+
     def prompt(self, messages: Sequence[Any], tools: list[Any] | None = None, **template: Any) -> list[int]:
         """The ids before the model's next turn. Choices among the messages keep the tokens they were sampled in.
 

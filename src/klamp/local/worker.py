@@ -234,6 +234,13 @@ class Worker:
         if self.merged is not None:
             self.merged.refresh()
 
+    def delete_checkpoints(self, keep: Sequence[int]) -> list[int]:
+        """Delete other steps than ``keep``, the newest and those that the newest step's reference needs."""
+        with self.folder.lock():
+            config = self.folder.own_config() if self.step else TrainConfig(model=self.place.base_model)
+            checkpoint.discard(self.place.folder, {self.step, *keep}, config)
+        return anchors.saved_steps(self.place.folder)
+
     # -- the reference ----------------------------------------------------------------------------------------------
 
     def _hold_to(self, spec: ReferenceSpec) -> None:

@@ -300,13 +300,18 @@ def _retain(run: Path, last: int, config: TrainConfig) -> None:
     if config.keep == 0:
         return
     steps = [s for s in saved_steps(run) if s <= last]
-    protected = set(steps[-config.keep :])
+    discard(run, set(steps[-config.keep :]), config, steps)
+
+
+def discard(run: Path, protected: set[int], config: TrainConfig, among: list[int] | None = None) -> None:
+    """Delete checkpoints other than those ``protected`` and those that the reference of ``config`` needs."""
+    steps = saved_steps(run) if among is None else among
     spec = parse(config.kl.reference)
     if isinstance(spec, CheckpointStep):
-        protected.add(spec.step)
+        protected = protected | {spec.step}
     if isinstance(spec, StepLag):
         # The newest step at least `lag` back, now and at every step until the next save.
-        protected |= {s for s in steps if s > steps[-1] - spec.lag}
+        protected = protected | {s for s in steps if s > steps[-1] - spec.lag}
         protected |= set([s for s in steps if s <= steps[-1] - spec.lag][-1:])
     for step in steps:
         if step not in protected:

@@ -1,0 +1,207 @@
+"""KlampBackend: stock ART (``openpipe-art``) trains through klamp, on this machine, with KL measured, priced and held.
+
+::
+
+    import art
+    from klamp.integrations.art import KlampBackend
+
+    backend = KlampBackend(controller=klamp.Hold(target=0.05, per="token"))
+    model = art.TrainableModel(name="agent", project="demo", base_model="smollm2")
+    await model.register(backend)          # an OpenAI endpoint for the model being trained
+    groups = await art.gather_trajectory_groups(...)
+    result = await backend.train(model, groups, learning_rate=1e-5)
+
+It has the methods of ``art.Backend``, 0.5.18 to 0.5.23, and ART's meaning of every argument that it takes: advantages,
+weights, CISPO, LoRA rank 8 and a gradient clipped at 0.1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import AsyncIterator, Iterable
+from inspect import signature
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from klamp.controllers import Controller
+from klamp.errors import ConfigError, needing
+from klamp.local.trajectories import is_choice
+from klamp.local_backend import LocalBackend, TrainableModel
+
+with needing("klamp.integrations.art", "serve"):
+    import fastapi  # noqa: F401  # the endpoint is what ART's client talks to
+
+from art import LocalTrainResult
+
+LORA = {"r": 8, "lora_alpha": 16}
+"""What ART makes where ``peft_args`` says nothing."""
+ART_TRAIN: dict[str, Any] = {"advantages": "art_scaled", "loss_fn": "cispo", "max_grad_norm": 0.1}
+"""ART's defaults that are not klamp's."""
+NAMES = {
+    "loss/train": "loss/policy",
+    "loss/grad_norm": "train/grad_norm",
+    "loss/entropy": "policy/entropy",
+    "loss/kl_policy_ref": "kl/ref/k1",
+}
+"""Metrics that ART's users look for, by klamp's names."""
+KNOWN = ("peft_args", "chat_template", "chat_template_path", "chat_template_kwargs")
+
+
+def _mend_masks() -> None:
+    """Take back the patch of transformers' masks that ``import art`` makes, where it is for another transformers.
+
+    ART 0.5.18 passes on the arguments of transformers 5.2; with a newer one no model runs after the import.
+    """
+    try:
+        from art.transformers import patches
+        from transformers import masking_utils
+    except ImportError:  # an ART without the patch
+        return
+    original = getattr(patches, "_preprocess_mask_arguments", None)
+    now = masking_utils._preprocess_mask_arguments
+    if original is not None and list(signature(now).parameters) != list(signature(original).parameters):
+        masking_utils._preprocess_mask_arguments = original
+
+
+_mend_masks()
+
+
+class KlampBackend:
+    """A backend for stock ART. ``controller`` sets the price of every step that names no ``kl_penalty_coef``."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] = ".art",
+        *,
+        controller: Controller | None = None,
+        device: str = "auto",
+        in_process: bool = True,
+        **train: Any,
+    ) -> None:
+        """``train`` are further defaults of :meth:`train`, such as ``kl_limit``; ``in_process`` is ART's, and true."""
+        del in_process
+        self.local = LocalBackend(Path(path) / "klamp", device=device)
+        self.controller, self.defaults = controller, {**ART_TRAIN, **train}
+
+    async def __aenter__(self) -> KlampBackend:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Let go of every model and close the endpoint; what was trained is on disk."""
+        await self.local.close()
+
+    async def register(self, model: Any) -> None:
+        """Load a trainable model at its newest step; a prompted one has nothing to load."""
+        if not getattr(model, "trainable", False):
+            return
+        own = _own(model)
+        await self.local.register(own)
+        template = _template(model)
+        if template is not None:
+            await self.local._open(own).call(lambda worker: worker.encoder.use_template(template))
+
+    async def train(self, model: Any, trajectory_groups: Iterable[Any], **arguments: Any) -> LocalTrainResult:
+        """One step, as :meth:`klamp.local_backend.LocalBackend.train` has it, with ART's defaults. Logs nothing."""
+        settings = {**self.defaults, **arguments}
+        priced = settings.keys() & {"kl_penalty_coef", "controller"}
+        if not priced and self.controller is not None:
+            settings["controller"] = self.controller
+        elif not priced:
+            settings["kl_penalty_coef"] = 0.0
+        groups = [_group(group) for group in trajectory_groups]
+        result = await self.local.train(_own(model), groups, **settings)
+        named = {theirs: result.metrics[ours] for theirs, ours in NAMES.items() if ours in result.metrics}
+        # The trajectories' own metrics are logged by ART, from the trajectories.
+        own = {name: value for name, value in result.metrics.items() if not name.startswith("trajectory/")}
+        return LocalTrainResult(step=result.step, metrics={**own, **named}, checkpoint_path=result.checkpoint_path)
+
+    @contextlib.asynccontextmanager
+    async def exact_adapter_lease(self, model: Any, step: int) -> AsyncIterator[None]:
+        """Every saved step is served by name as long as its files are there."""
+        if step not in self.local.saved_steps(_own(model)):
+            raise ConfigError(f"step {step} of {model.name} is not saved: {self.local.saved_steps(_own(model))}.")
+        yield
+
+    adapter_lease = exact_adapter_lease
+
+    # -- what ART calls ---------------------------------------------------------------------------------------------
+
+    def _model_inference_name(self, model: Any, step: int | None = None) -> str:
+        name = getattr(model, "inference_model_name", None) or model.name
+        if not getattr(model, "trainable", False):
+            return str(name)
+        return _own(model).get_inference_name(step)
+
+    async def _get_step(self, model: Any) -> int:
+        return await self.local.get_step(_own(model))
+
+    async def _delete_checkpoint_files(self, model: Any, steps_to_keep: list[int]) -> None:
+        await self.local.delete_checkpoints(_own(model), keep=steps_to_keep)
+
+    async def _prepare_backend_for_training(self, model: Any, config: Any = None) -> tuple[str, str]:
+        server = dict((config or {}).get("server_args") or {})
+        host, port, key = self.local.place
+        self.local.place = (server.get("host", host), server.get("port", port), server.get("api_key", key))
+        return await self.local.endpoint(_own(model))
+
+    def _train_sft(
+        self, model: Any, trajectories: Iterable[Any], config: Any, dev_config: Any, verbose: bool = False
+    ) -> Any:
+        raise ConfigError(
+            "KlampBackend does not train_sft: klamp trains by reinforcement. Fine-tune with ART's own backend or TRL "
+            "first, and give the result as base_model."
+        )
+
+
+def _own(model: Any) -> TrainableModel:
+    """klamp's model for one of ART's: the same names, ART's LoRA."""
+    if not getattr(model, "trainable", False):
+        raise ConfigError(f"{model.name!r} is not a TrainableModel. Only those are trained.")
+    internal = dict(getattr(model, "_internal_config", None) or {})
+    ignored = sorted(k for k, v in internal.items() if k not in KNOWN and v)
+    if ignored:
+        warnings.warn(
+            f"_internal_config has {', '.join(ignored)}, which are of ART's engines. klamp trains without them.",
+            stacklevel=3,
+        )
+    lora = {**LORA, **dict(getattr(model, "lora_config", None) or {}), **dict(internal.get("peft_args") or {})}
+    alpha = float(lora.get("lora_alpha", lora.get("alpha", LORA["lora_alpha"])))
+    rank = int(lora.get("r", lora.get("rank", LORA["r"])))
+    # From 0.5.20 on a run has a name of its own, under which its checkpoints stay.
+    name = str(getattr(model, "run_name", None) or model.name)
+    return TrainableModel(
+        name=name, project=str(model.project), base_model=str(model.base_model), lora_rank=rank, lora_alpha=alpha
+    )
+
+
+def _template(model: Any) -> str | None:
+    internal = dict(getattr(model, "_internal_config", None) or {})
+    if internal.get("chat_template_path"):
+        return Path(internal["chat_template_path"]).read_text(encoding="utf-8")
+    return internal.get("chat_template")
+
+
+def _group(group: Any) -> Any:
+    """A group whose trajectories have their captured exchanges as choices, where that is all they have."""
+    return SimpleNamespace(
+        trajectories=[_trajectory(t) for t in group.trajectories], exceptions=list(getattr(group, "exceptions", ()))
+    )
+
+
+def _trajectory(trajectory: Any) -> Any:
+    captured = getattr(getattr(trajectory, "exchanges", None), "chat_completions", None) or ()
+    if not captured or any(is_choice(item) for item in trajectory.messages_and_choices):
+        return trajectory
+    return SimpleNamespace(
+        messages_and_choices=[choice for exchange in captured for choice in exchange.response.choices[:1]],
+        tools=None,
+        additional_histories=list(getattr(trajectory, "additional_histories", ())),
+        reward=trajectory.reward,
+        metrics=trajectory.metrics,
+    )

@@ -1,0 +1,188 @@
+"""klamp under stock ART: ``make test-art`` runs this in an environment of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("art", reason="ART lives in an environment of its own: make test-art")
+
+import art
+from art_numbers import TEMPLATE, art_numbers
+
+import klamp
+from klamp.integrations.art import KlampBackend
+from klamp.local.arguments import ART_DEFAULTS
+
+QUESTION: Any = {"role": "user", "content": "The waiter was"}
+
+
+def make_model(folder: Path, **more: Any) -> Any:
+    """As ART's examples write it; from 0.5.2x on a run has a name of its own."""
+    named = {"run_name": "agent"} if "run_name" in art.TrainableModel.model_fields else {}
+    quiet = {"base_path": str(folder / "logs"), "report_metrics": []}
+    return art.TrainableModel(name="agent", project="demo", base_model="tiny", **quiet, **named, **more)
+
+
+async def rollout(model: Any, client: Any, tokens: int = 6) -> Any:
+    """One answer and its worth: the shape of every example of ART's."""
+    trajectory = art.Trajectory(messages_and_choices=[QUESTION], reward=0.0)
+    answer = await client.chat.completions.create(
+        model=model.get_inference_name(), messages=trajectory.messages(), max_tokens=tokens
+    )
+    trajectory.messages_and_choices.append(answer.choices[0])
+    trajectory.reward = -len(answer.choices[0].message.content or "") / 10
+    trajectory.metrics["words"] = len((answer.choices[0].message.content or "").split())
+    return trajectory.finish()
+
+
+def test_an_example_of_arts_runs_unchanged(tmp_path: Path) -> None:
+    async def run() -> None:
+        backend = KlampBackend(tmp_path / "art", controller=klamp.Hold(target=0.02, per="token"))
+        model = make_model(tmp_path)
+        await model.register(backend)
+        assert await model.get_step() == 0
+        assert model.inference_base_url.startswith("http://127.0.0.1:")
+        client = model.openai_client()
+        judged: list[Any] = []
+
+        async def judge(group: Any) -> Any:
+            judged.append(group)
+            return group
+
+        for step in range(1, 4):
+            groups = await art.gather_trajectory_groups(
+                (art.TrajectoryGroup(rollout(model, client) for _ in range(4)) for _ in range(3)),
+                pbar_desc=None,
+                max_exceptions=2,
+                after_each=judge,
+            )
+            result = await backend.train(model, groups, learning_rate=1e-3)
+            await model.log(groups, metrics=result.metrics, step=result.step, split="train")
+            await model.log(groups, split="val", step=result.step)
+            assert result.step == step == await model.get_step()
+            assert result.metrics["data/retokenised"] == result.metrics["data/stale"] == 0
+            assert abs(result.metrics["kl/sampler/k1"]) < 1e-5
+            assert result.metrics["loss/kl_policy_ref"] == result.metrics["kl/ref/k1"]
+            assert (Path(result.checkpoint_path) / "adapter_model.safetensors").is_file()
+        assert len(judged) == 9
+        assert result.metrics["kl/target"] == 0.02
+        old = await client.chat.completions.create(
+            model=model.get_inference_name(step=0), messages=[QUESTION], max_tokens=3
+        )
+        assert old.choices[0].step == 0
+        await model.delete_checkpoints()
+        [opened] = backend.local._opened.values()
+        left = backend.local.saved_steps(opened.model)
+        assert 3 in left
+        assert len(left) <= 2
+        lines = (tmp_path / "logs/demo/models/agent/history.jsonl").read_text().splitlines()
+        history = [json.loads(line) for line in lines]
+        assert any("train/kl/ref/exact" in row or "kl/ref/exact" in row for row in history)
+        with pytest.raises(klamp.ConfigError, match="does not train_sft"):
+            await model.train_sft([art.Trajectory(messages_and_choices=[QUESTION], reward=0.0)])
+        await client.close()
+        await backend.close()
+
+    asyncio.run(run())
+
+
+def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
+    async def step() -> int:
+        async with KlampBackend(tmp_path / "art") as backend:
+            model = make_model(tmp_path)
+            await model.register(backend)
+            client = model.openai_client()
+            group = await art.TrajectoryGroup([rollout(model, client) for _ in range(4)])
+            result = await backend.train(model, [group], learning_rate=1e-4, verbose=True)
+            assert result.metrics["kl/beta"] == 0, "ART's default: measured, not priced"
+            await client.close()
+            return int(result.step)
+
+    assert [asyncio.run(step()) for _ in range(2)] == [1, 2]
+
+
+def test_tool_turns_side_conversations_and_captured_exchanges_arrive(tmp_path: Path) -> None:
+    tool: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+    async def agent(model: Any, client: Any) -> None:
+        """Two turns with a tool's answer between, and a question aside."""
+        messages: list[Any] = [QUESTION]
+        name = model.get_inference_name()
+        first = await client.chat.completions.create(model=name, messages=messages, tools=[tool], max_tokens=5)
+        messages.append({"role": "assistant", "content": first.choices[0].message.content})
+        messages.append({"role": "tool", "tool_call_id": "1", "content": "nothing there"})
+        await client.chat.completions.create(model=name, messages=messages, tools=[tool], max_tokens=5)
+        await client.chat.completions.create(model=name, messages=[{"role": "user", "content": "Hm"}], max_tokens=5)
+
+    async def captured(model: Any, client: Any, number: int) -> Any:
+        if hasattr(art, "capture_auto_trajectory"):
+            found = await art.capture_auto_trajectory(agent(model, client))
+        else:
+            found = await art.capture(agent(model, client))
+        found.reward = float(number)
+        return found
+
+    async def run() -> Any:
+        async with KlampBackend(tmp_path / "art") as backend:
+            model = make_model(tmp_path, _internal_config={"chat_template": TEMPLATE})
+            await model.register(backend)
+            client = model.openai_client()
+            group = art.TrajectoryGroup([await captured(model, client, n) for n in range(3)])
+            result = await backend.train(model, [group], learning_rate=1e-4, kl_penalty_coef=0.1)
+            await client.close()
+            return group, result
+
+    group, result = asyncio.run(run())
+    for trajectory in group.trajectories:
+        said = [m for m in trajectory.messages_and_choices if hasattr(m, "message")]
+        assert len(said) == 2
+        assert len(trajectory.additional_histories) == 1
+    assert result.metrics["data/trajectories"] == 3
+    assert result.metrics["data/sequences"] >= 6, "a side conversation is a sequence of its own"
+    assert result.metrics["data/retokenised"] == 0
+    assert abs(result.metrics["kl/sampler/k1"]) < 1e-5
+
+
+def test_keywords_and_protocol_are_those_of_the_installed_art() -> None:
+    """Nothing that ART's own train takes is unknown, and its defaults are taken for what they are."""
+    source = Path(inspect.getfile(art)).parent / "local" / "backend.py"
+    text = source.read_text(encoding="utf-8").partition("async def train(")[2].partition("->")[0]
+    names = {
+        line.split(":")[0].strip()
+        for line in text.splitlines()
+        if ":" in line and "=" in line and not line.strip().startswith(("#", '"'))
+    }
+    own = set(inspect.signature(klamp.local_backend.LocalBackend.train).parameters)
+    assert len(names) > 20
+    assert not names - own - set(ART_DEFAULTS)
+    wanted = {n for n in vars(art.Backend) if not n.startswith(("__", "_is_", "_abc", "_non_callable"))}
+    assert wanted <= set(dir(KlampBackend))
+
+
+def test_advantages_and_weights_are_arts_on_new_groups() -> None:
+    """Against ART's own code, on groups that no file records."""
+    import sys
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "golden"))
+    from check_groups import art_groups
+    from vectors import Case
+
+    chance = random.Random()
+    for number in range(5):
+        groups = [
+            [
+                {"reward": chance.gauss(0, 3), "tokens": [chance.randint(1, 12) for _ in range(chance.choice([1, 2]))]}
+                for _ in range(chance.randint(2, 6))
+            ]
+            for _ in range(chance.randint(1, 4))
+        ]
+        outputs = art_numbers(groups, scale_rewards=number != 4)
+        inputs = {"groups": groups, "scale_rewards": number != 4}
+        art_groups(Case("art_groups.json", {"id": "new", "kind": "groups", "inputs": inputs, "outputs": outputs}))
