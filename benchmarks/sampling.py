@@ -44,7 +44,7 @@ def build(family: str, args: argparse.Namespace) -> Any:
         "intermediate_size": 3 * args.hidden,
         "num_hidden_layers": args.layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": max(1, heads // 4),
+        "num_key_value_heads": heads // 4 if heads % 4 == 0 else heads // 3 if heads % 3 == 0 else heads,
         "head_dim": 64,
         "sliding_window": PROMPT,
         "max_position_embeddings": 4096,

@@ -167,7 +167,7 @@ def test_the_update_is_that_of_whole_sequences(trainer: Any, micro_batch: int, m
 
 @pytest.mark.parametrize("settings", [{}, {"sliding_window": 3}, {"sliding_window": 3, "attn_implementation": "eager"}])
 def test_prompts_filled_in_once_are_prompts_filled_in_each(settings: Any) -> None:
-    made, piece = model("mistral", **({"sliding_window": None} | settings)), part()
+    made, piece = model("mistral", **({"sliding_window": None} | settings)), part()  # also under eager attention
     ids, attention = piece.ids[:, :FIRST], piece.attention[:, :FIRST]
     logits = []
     with torch.no_grad():

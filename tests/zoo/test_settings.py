@@ -300,3 +300,20 @@ def test_a_model_that_does_not_see_padding_is_found_by_the_probe() -> None:
     model.__class__ = Blind
     with pytest.raises(ConfigError, match=r"Blind does not see which tokens are padding: .* Choose another model"):
         check_decoding(model)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma2"])
+def test_masks_that_are_added_are_those_of_transformers(name: str) -> None:
+    """What a GPU's captured step takes in place of transformers' own masks, past the window."""
+    from klamp.sampling.caches import DynamicSteps, StaticSteps
+
+    model = build(name)
+    ids = torch.randint(3, 64, (3, 16), generator=torch.Generator().manual_seed(0))
+    attention = torch.arange(6) >= torch.tensor([0, 4, 2])[:, None]
+    static, plain = StaticSteps(model, 3, 16), DynamicSteps(model)
+    static.added_masks = True
+    with torch.no_grad():
+        for steps in (static, plain):
+            steps.prefill(ids[:, :6], attention)
+        for t in range(6, 16):
+            close(static.step(ids[:, t]), plain.step(ids[:, t]), atol=1e-5)

@@ -75,8 +75,13 @@ class StaticSteps:
         device = next(model.parameters()).device
         self.model, self.width = model, width
         self.cache: Any = StaticCache(config=model.config, max_cache_len=width)
-        self.one_mask = not keep_all(self.cache, width) and attention_of(model) != "eager"
+        windows = keep_all(self.cache, width)
+        self.one_mask = not windows and attention_of(model) != "eager"
         """Whether every layer sees the same, and takes it as booleans; transformers makes the masks where not."""
+        self.added_masks = attention_of(model) == "eager" and device.type == "cuda"
+        """Whether eager attention's masks are made here: transformers' way of making them cannot be captured."""
+        self.window = getattr(model.config.get_text_config(), "sliding_window", None) if windows else None
+        self.columns = torch.arange(width, device=device)
         self.visible = torch.zeros(rows, width, dtype=torch.bool, device=device)
         self.position = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.token = torch.zeros(rows, 1, dtype=torch.long, device=device)
@@ -134,13 +139,28 @@ class StaticSteps:
 
     def _forward(self) -> Tensor:
         self.visible.index_fill_(1, self.column, True)
-        mask = self.visible[:, None, None, :] if self.one_mask else self.visible
+        mask: Any = self.visible[:, None, None, :] if self.one_mask else self.visible
+        if self.added_masks:
+            mask = self._added()
         logits = self._logits(self.token, mask, self.position, self.cache)
         self.position.add_(1)
         self.column.add_(1)
         return logits
 
-    def _logits(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
+    def _added(self) -> Any:
+        """Numbers to add to the scores of the next token, for each kind of layer where there are two."""
+        dtype = next(self.model.parameters()).dtype
+        seen = self.visible[:, None, None, :]
+
+        def added(seen: Tensor) -> Tensor:
+            return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
+
+        if self.window is None:
+            return added(seen)
+        near = seen & (self.columns > self.column - self.window)
+        return {"full_attention": added(seen), "sliding_attention": added(near)}
+
+    def _logits(self, ids: Tensor, mask: Any, positions: Tensor, cache: Any) -> Tensor:
         places: dict[str, Any] = {"attention_mask": mask, "position_ids": positions}
         found: Tensor = self.model(
             input_ids=ids, **places, past_key_values=cache, use_cache=True, logits_to_keep=1

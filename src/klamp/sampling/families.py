@@ -22,6 +22,8 @@ FAST = frozenset(
     }
 )  # fmt: skip
 """``model_type`` of the text models whose decoding by the static cache is known to be right."""
+EAGER_WINDOWS = ("gemma2", "gpt_oss")
+"""Those that have eager attention only, and take a mask for each kind of layer."""
 
 
 def is_fast(model: Any) -> bool:
@@ -32,6 +34,9 @@ def is_fast(model: Any) -> bool:
     if config.model_type not in FAST or attention_of(model) not in ("sdpa", "eager"):
         return False
     layers: Any = StaticCache(config=config, max_cache_len=1).layers
+    windows = any(type(layer) is StaticSlidingWindowLayer for layer in layers)
+    if windows and attention_of(model) == "eager" and config.model_type not in EAGER_WINDOWS:
+        return False
     return all(type(layer) in (StaticLayer, StaticSlidingWindowLayer) for layer in layers)
 
 

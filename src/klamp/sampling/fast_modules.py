@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from klamp.kernels import backend
 
 NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
 """Norms known to be ``w · x / rms(x)``, the product taken after rounding to the input's dtype."""
@@ -39,12 +42,17 @@ class NormForward:
 class WideNormForward:
     """``(s + w) · x / sqrt(mean(x²) + eps)`` in float32, rounded once to the dtype of x."""
 
-    def __init__(self, norm: Any, shift: float) -> None:
-        self.norm, self.shift = norm, shift
+    def __init__(self, norm: Any, shift: float, *, fused: bool) -> None:
+        """``fused``: without a gradient it may be one kernel."""
+        self.norm, self.shift, self.fused = norm, shift, fused
         self.eps = float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
         self.kept: tuple[Tensor, int, Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.fused and not torch.is_grad_enabled():
+            from klamp.kernels.fused_norm import rms_norm
+
+            return rms_norm(x, self.norm.weight, self.eps, self.shift)
         weight = self._weight()
         return functional.rms_norm(x.float(), weight.shape, weight, self.eps).type_as(x)
 
@@ -58,17 +66,19 @@ class WideNormForward:
         return self.kept[2]
 
 
-def lean_norms(model: nn.Module, *, rounded: bool = True) -> None:
+def lean_norms(model: nn.Module, *, rounded: bool = True, fused: bool = False) -> None:
     """Every RMSNorm of a known kind takes :class:`NormForward`, where ``rounded``, or :class:`WideNormForward`."""
     modules: Iterable[Any] = model.modules()
     for module in modules:
         name = type(module).__name__
-        if isinstance(module.forward, NormForward | WideNormForward):
+        if isinstance(module.forward, NormForward) or (
+            isinstance(module.forward, WideNormForward) and module.forward.fused == fused
+        ):
             continue
         if rounded and name in NORMS:
             module.forward = NormForward(module)
         elif name in WIDE_NORMS:
-            module.forward = WideNormForward(module, WIDE_NORMS[name])
+            module.forward = WideNormForward(module, WIDE_NORMS[name], fused=fused)
 
 
 def grouped_attention(
@@ -102,7 +112,8 @@ def lean_decoding(model: Any) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    lean_norms(model, rounded=next(model.parameters()).device.type == "cuda")  # on a CPU theirs are as fast
+    gpu = next(model.parameters()).device.type == "cuda"  # on a CPU their own norms are as fast
+    lean_norms(model, rounded=gpu, fused=gpu and backend("cuda") == "fused")
     if model.config._attn_implementation == "sdpa":
         AttentionInterface.register(GROUPED, grouped_attention)
         AttentionMaskInterface.register(GROUPED, sdpa_mask)
