@@ -19,7 +19,8 @@ for dtype in (torch.float32, torch.bfloat16):
             d = x.double()
             right = d * torch.rsqrt(d.square().mean(-1, keepdim=True) + 1e-6) * (shift + w.double())
             # Rounded once, by the interpreter downwards: one unit in the last place.
-            torch.testing.assert_close(rms_norm(x, w, 1e-6, shift).double(), right, rtol=torch.finfo(dtype).eps, atol=1e-6)
+            ours, ulp = rms_norm(x, w, 1e-6, shift).double(), torch.finfo(dtype).eps
+            torch.testing.assert_close(ours, right, rtol=ulp, atol=1e-6)
 print("right")
 """
 
