@@ -13,10 +13,10 @@ import torch
 
 from klamp import models
 from klamp.sampling import fast_modules
+from klamp.sharded import digest
 from klamp.train import lean
 from klamp.train.config import AlgorithmConfig, KLConfig, OptimConfig, RolloutConfig, TrainConfig
 from klamp.train.loop import Trainer
-from klamp.sharded import digest
 
 pytestmark = pytest.mark.gpu
 

@@ -78,14 +78,15 @@ def build(family: str, dtype: torch.dtype) -> Any:
 
 def drawn(model: Any, *, lora: bool = False) -> tuple[Any, Any]:
     """A sampler and a rollout of ragged prompts, some of them longer than the window."""
-    from small_model import tokenizer, vocabulary
-
     from klamp.sampling.sampler import Sampler
     from klamp.train.config import RolloutConfig
     from klamp.train.policy import Policy
+    from small_model import tokenizer, vocabulary
 
     policy = Policy(model, value_head=False, temperature=0.9, lora=lora)
-    sampler = Sampler(policy, tokenizer(vocabulary(509)), RolloutConfig(group_size=2, max_tokens=TOKENS, temperature=0.9), 256)
+    sampler = Sampler(
+        policy, tokenizer(vocabulary(509)), RolloutConfig(group_size=2, max_tokens=TOKENS, temperature=0.9), 256
+    )
     sampler.refresh()
     lengths = [3, 40, 17, 33, 5, 8]
     prompts = [torch.randint(3, 512, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in lengths]

@@ -12,6 +12,8 @@ from compare import Found, looked_at
 from families import FAMILIES
 from record import DOCS, kept, table
 
+from klamp.sampling.families import FAST
+
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
 FEW = [("llama", False), ("mistral", True), ("gemma3_text", False), ("qwen3_5_text", False), ("bert", False)]
 """In every run of the tests, with whether all weights train; the others in ``make test-all``."""
@@ -42,3 +44,5 @@ def test_the_table_of_the_docs_is_the_record() -> None:
     assert table(kept()) in DOCS.read_text(encoding="utf-8"), "python tests/zoo/record.py --table"
     right = [name for name, found in kept().items() if found["way"] != "refused"]
     assert len(right) >= 30
+    static = {FAMILIES[name].get("model_type", name) for name, found in kept().items() if found["way"] == "static"}
+    assert static == FAST, "a family decodes by the static cache because it was looked at here"
