@@ -49,6 +49,10 @@ HOMES = {
     "accelerate": ("train/", "measure"),
     "triton": ("kernels/fused",),
     "trl": ("integrations/trl",),
+    "art": ("integrations/art",),
+    "fastapi": ("serve/", "integrations/art"),
+    "uvicorn": ("serve/",),
+    "openai": ("local_backend",),
     "verl": ("integrations/verl",),
 }
 HEAVY = ["transformers", "peft", "accelerate", "triton", "trl", "plotly", "rich", "tyro", "matplotlib", "datasets"]

@@ -487,6 +487,19 @@ def test_retention_keeps_what_the_reference_needs(tmp_path: Path) -> None:
     assert asyncio.run(run()) == [2, 3, 4]
 
 
+def test_checkpoints_are_deleted_by_name_and_never_the_newest_nor_the_references(trained: Any, tmp_path: Path) -> None:
+    shutil.copytree(trained[0], tmp_path / "copy")
+
+    async def run() -> list[list[int]]:
+        async with LocalBackend(tmp_path / "copy") as backend:
+            await backend.train(MODEL, trained[1], kl_penalty_reference_step=1)
+            left = [await backend.delete_checkpoints(MODEL, keep=[2])]
+            await backend.train(MODEL, trained[1])
+            return [*left, await backend.delete_checkpoints(MODEL)]
+
+    assert asyncio.run(run()) == [[1, 2, 4], [5]]
+
+
 def test_a_damaged_checkpoint_is_named_and_nothing_is_touched(trained: Any, tmp_path: Path) -> None:
     """Removed, as the error says, the model goes on from the step before."""
     shutil.copytree(trained[0], tmp_path / "copy")

@@ -81,7 +81,7 @@ def read_wish(body: Any, *, chat: bool, limits: Limits, always_ids: bool) -> Wis
         "temperature": _number(body, "temperature", 1.0, most=2.0),
         "top_p": _number(body, "top_p", 1.0, most=1.0),
         "stop": _stop(body),
-        "seed": body["seed"] if isinstance(body.get("seed"), int) else None,
+        "seed": _seed(body),
         "top_logprobs": _top_logprobs(body, chat=chat),
         "stream": _flag(body, "stream"),
     }
@@ -291,6 +291,13 @@ def _whole(body: dict[str, Any], name: str, default: int, *, most: int, least: i
         return default
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise ApiError(f"{name} must be a whole number from {least} to {most}, got {shown(value, 60)}.", param=name)
+    return value
+
+
+def _seed(body: dict[str, Any]) -> int | None:
+    value = body.get("seed")
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+        raise ApiError(f"seed must be a whole number, got {shown(value, 60)}.", param="seed")
     return value
 
 
