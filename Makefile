@@ -62,10 +62,8 @@ test-lowest: $(LOWEST)/.installed
 VERL := .venv-verl
 $(VERL)/.installed: pyproject.toml constraints.txt tests/with_verl/requirements.txt
 	test -x $(VERL)/bin/python || $(PYTHON) -m venv $(VERL)
-	grep -vE '^(transformers|tokenizers|huggingface_hub)==' constraints.txt > $(VERL)/constraints.txt
-	$(VERL)/bin/python -m pip install --quiet --constraint $(VERL)/constraints.txt torch numpy
-	$(VERL)/bin/python -m pip install --quiet --no-deps verl==0.9.1
-	$(VERL)/bin/python -m pip install --quiet --constraint $(VERL)/constraints.txt --requirement tests/with_verl/requirements.txt
+	$(VERL)/bin/python -m pip install --quiet --constraint constraints.txt torch numpy
+	$(VERL)/bin/python -m pip install --quiet --no-deps --requirement tests/with_verl/requirements.txt
 	$(VERL)/bin/python -m pip install --quiet --no-deps --editable .
 	touch $@
 
