@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -25,7 +26,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from klamp.controllers.hold import Hold, HoldState
+from klamp.controllers.hold import DOUBT, Hold, HoldState
 from plants import ensemble, policy, rivals, train
 
 Array = NDArray[np.float64]
@@ -64,26 +65,23 @@ class Holding:
     def __init__(self, hold: Hold, states: Sequence[HoldState], tick: Callable[[], None]) -> None:
         self.hold, self.states, self.tick = hold, list(states), tick
 
-    def __call__(self, kl: Array, effort: Array | None = None) -> Array:
+    def __call__(self, kl: Array, effort: Array | None = None, spread: Array | None = None) -> Array:
         efforts = np.zeros(len(kl)) if effort is None else effort
+        spreads = [None] * len(kl) if spread is None else [float(s) for s in spread]
         self.states = [
-            self.hold.update(s, float(k), effort=float(e)) for s, k, e in zip(self.states, kl, efforts, strict=True)
+            self.hold.update(state, float(k), effort=float(e), spread=s)
+            for state, k, e, s in zip(self.states, kl, efforts, spreads, strict=True)
         ]
         self.tick()
         return np.array([s.beta for s in self.states])
 
 
-def held(
-    beta0: Array, tick: Callable[[], None], *, target: float = 1.0, told: bool = False, clamped: bool = False
-) -> Holding:
-    """Hold started at given prices, as sure of them as after ``init(spread=...)`` when ``told``."""
-    hold = Hold(target, "sequence", clamped=clamped)
-    if not told:
-        return Holding(
-            hold, [Hold(target, "sequence", init_beta=float(b), clamped=clamped).init() for b in beta0], tick
-        )
-    spreads = beta0 * np.sqrt(2 * target) / 0.65
-    return Holding(hold, [hold.init(spread=float(s)) for s in spreads], tick)
+def held(beta0: Array, tick: Callable[[], None], *, target: float = 1.0, told: bool = False) -> Holding:
+    """Hold started at given prices, as sure of them as after ``init(spread=1)`` when ``told``."""
+    states = [Hold(target, "sequence", init_beta=float(b)).init() for b in beta0]
+    if told:
+        states = [replace(s, least=s.beta / DOUBT) for s in states]
+    return Holding(Hold(target, "sequence"), states, tick)
 
 
 def ensemble_row(plants: ensemble.Ensemble, make: Callable[[ensemble.Ensemble], ensemble.Policy]) -> list[float]:
@@ -149,8 +147,10 @@ def show_training(console: Console, seed: int, n: int, points: int, ramps: Seque
                 cells["Hold"].append(cell(trace, best))
                 for name, make in TRAINING.items():
                     law = make(1.0, beta0)
-                    cells[name].append(cell(train.train(runs, lambda kl, effort, law=law: law(kl), beta0), best))
-                clamped = train.train(runs, held(beta0, int, told=told, clamped=True), beta0, clamped=True)
+                    cells[name].append(
+                        cell(train.train(runs, lambda kl, effort, spread, law=law: law(kl), beta0), best)
+                    )
+                clamped = train.train(runs, held(beta0, int, told=told), beta0, clamped=True)
                 both.add_row(f"{ramp:g}, {start}", *together(clamped, best))
                 progress.advance(task)
     for name, row in cells.items():

@@ -123,7 +123,7 @@ def run(settings: Settings, watch: Callable[[int, Any, Batch, dict[str, float]],
     model: Any = get_peft_model(models.load_model(settings.model, device="cpu"), lora)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(trained, lr=settings.lr, weight_decay=0.0)
-    hold = klamp.Hold(target=settings.target, per="token", clamped=True)
+    hold = klamp.Hold(target=settings.target, per="token")
     gauge = Gauge()  # KL on a step's own tokens reads higher than on fresh ones; by how much is learned
     state, read, last = None, gauge.init(), None
     for step in range(1, settings.steps + 1):

@@ -77,7 +77,7 @@ def main() -> None:
     policy = ToyLM()
     reference = copy.deepcopy(policy).requires_grad_(False)
     optimiser = torch.optim.Adam(policy.parameters(), lr=3e-3)
-    hold = klamp.Hold(target=TARGET, per="token", clamped=True)
+    hold = klamp.Hold(target=TARGET, per="token")
     state = hold.init(spread=1.0, length=LENGTH / 2)
     monitor = klamp.Monitor(target=TARGET, per="token", bounds=hold.bounds, window=STEPS // 2)
     undo = klamp.weights_scaler(policy, dict(reference.named_parameters()))

@@ -8,6 +8,7 @@ learning rate: that many unpenalised steps carry sqrt(KL) to sqrt(target).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,6 +18,10 @@ Array = NDArray[np.float64]
 PROMPTS, V, T, GROUP, RANK = 8, 8, 8, 16, 8
 CONTEXTS, N = PROMPTS * (V + 1), PROMPTS * GROUP
 KINDS = ("additive", "saturating", "bigram", "mostly unlearnable", "sparse binary")
+RARE = {"2 %": 0.02, "0.3 %": 0.003}
+"""Sparse rewards by the share of the reference's samples that have them."""
+NOTHING = ("pure noise", "never fires")
+ALL_KINDS = (*KINDS, *RARE, *NOTHING)
 RAMPS = (2.5, 8.0, 25.0, 80.0)
 
 
@@ -65,15 +70,15 @@ class Runs:
         return 0.65 / np.sqrt(2 * self.target * T)
 
 
-def draw(seed: int, n: int, ramp: float) -> Runs:
-    """``n`` runs whose learning rate is set by ``ramp``."""
+def draw(seed: int, n: int, ramp: float, kinds: Sequence[str] = KINDS) -> Runs:
+    """``n`` runs whose learning rate is set by ``ramp``, their rewards taken in turn from ``kinds``."""
     rng = np.random.default_rng([seed, int(10 * ramp)])
     ref = rng.normal(0, 0.7, (n, CONTEXTS, V))
     runs = Runs(
         ref=ref - np.log(np.exp(ref).sum(-1, keepdims=True)),
         features=rng.normal(0, 1, (n, CONTEXTS, RANK)),
         values=rng.normal(0, 1, (n, V + 1, V)),
-        kind=np.arange(n) % len(KINDS),
+        kind=np.array([ALL_KINDS.index(k) for k in kinds])[np.arange(n) % len(kinds)],
         threshold=np.zeros(n),
         noise=rng.uniform(0, 0.15, n),
         decays=rng.random(n) < 0.3,
@@ -83,14 +88,19 @@ def draw(seed: int, n: int, ramp: float) -> Runs:
         steps=horizon(ramp),
         seed=seed,
     )
-    return _calibrate(replace(runs, threshold=_threshold(runs)), ramp)
+    dense = replace(runs, kind=np.where(runs.kind < len(KINDS), runs.kind, 0))  # of a rare reward no pace can be told
+    return replace(
+        runs, threshold=_threshold(runs), lr=_calibrate(replace(dense, threshold=_threshold(dense)), ramp).lr
+    )
 
 
 def _threshold(runs: Runs) -> Array:
-    """The score that a tenth of the reference's own samples exceed."""
+    """The score that a tenth of the reference's own samples exceed, or as few as a sparse reward has."""
     training = Training(runs)
-    scores = np.concatenate([training.score(*training.sample()) for _ in range(4)], 1)
-    return np.quantile(scores, 0.9, axis=1)
+    rare = any(ALL_KINDS[k] in RARE for k in runs.kind)
+    scores = np.concatenate([training.score(*training.sample()) for _ in range(40 if rare else 4)], 1)
+    above = [1 - RARE.get(ALL_KINDS[k], 0.1) for k in runs.kind]
+    return np.array([np.quantile(row, q) for row, q in zip(scores, above, strict=True)])
 
 
 def _calibrate(runs: Runs, ramp: float) -> Runs:
@@ -165,9 +175,10 @@ class Training:
     def reward(self, score: Array) -> Array:
         """The reward without its unlearnable part."""
         kind = self.runs.kind[:, None]
+        binary = (kind == 4) | (kind == 5) | (kind == 6)
         return np.select(
-            [kind == 1, kind == 3, kind == 4],
-            [np.tanh(score), 0.5 * score, 1.0 * (score > self.runs.threshold[:, None])],
+            [kind == 1, kind == 3, binary, kind >= 7],
+            [np.tanh(score), 0.5 * score, 1.0 * (score > self.runs.threshold[:, None]), 0.0 * score],
             score,
         )
 
@@ -175,8 +186,10 @@ class Training:
         """Sample, measure, update with this price. Returns the KL measured before the update and the mean reward."""
         context, token = self.sample()
         reward = self.reward(self.score(context, token))
-        noisy = reward + (self.runs.kind == 3)[:, None] * self._noise("standard_normal", N)
+        unlearnable = (self.runs.kind == 3) | (self.runs.kind == 7)
+        noisy = reward + unlearnable[:, None] * self._noise("standard_normal", N)
         advantage = self._advantage(noisy)
+        self.spread = np.sqrt((advantage**2).mean(-1))
         self.visits = np.bincount(context.ravel(), minlength=len(self.runs) * CONTEXTS).reshape(-1, CONTEXTS)
         self.reading = np.exp(self.runs.noise * self._noise("standard_normal"))
         measured = (self.visits * self.kl_table).sum(-1) / (N * T) * self.reading

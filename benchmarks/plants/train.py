@@ -13,8 +13,8 @@ from klamp.clamp import Clamped, Gauge, clamp
 from .policy import Runs, Training
 
 Array = NDArray[np.float64]
-Policy = Callable[[Array, Array], Array]
-"""Takes KL / target and the clamp's effort of every run, returns every run's next price."""
+Policy = Callable[[Array, Array, Array], Array]
+"""Takes KL / target, the clamp's effort and the spread of every run, returns every run's next price."""
 
 LIMIT = 1.1
 """The clamp's limit, in targets."""
@@ -40,7 +40,7 @@ def train(runs: Runs, policy: Policy, beta0: Array, *, clamped: bool = False) ->
         measured, reward = training.step(beta)
         effort = guard(training, measured) if guard else np.zeros(len(runs))
         rows.append((kl, beta, reward, effort))
-        beta = policy(measured / runs.target, effort)
+        beta = policy(measured / runs.target, effort, training.spread)
     return Trace(*(np.array(column) for column in zip(*rows, strict=True)))
 
 
@@ -114,7 +114,7 @@ def constants(runs: Runs, points: int) -> Constants:
     grid = np.geomspace(0.15, 3.5, points)
     many, n = runs.repeat(points), len(runs)
     beta = many.feed_forward * np.tile(grid, n)
-    trace = train(many, lambda kl, effort: beta, beta)
+    trace = train(many, lambda *_: beta, beta)
     half = runs.steps // 2
 
     def mean(x: Array) -> Array:

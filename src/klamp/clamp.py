@@ -284,18 +284,24 @@ class Gauge:
         """Nothing read."""
         return GaugeState()
 
-    def update(self, state: GaugeState, fresh: float, last: Clamped | None) -> GaugeState:
-        """The state after a batch read ``fresh``; ``last`` is what the clamp found and did in the step before it."""
+    def update(self, state: GaugeState, fresh: float, last: Clamped | None, noise: float = 0.0) -> GaugeState:
+        """The state after a batch read ``fresh``; ``last`` is what the clamp found and did in the step before it.
+
+        ``noise`` is the relative standard error of the reading, from the spread over the batch's own prompts. Where KL
+        sits in few rare tokens it is 30 % and more.
+        """
         if not _positive(fresh):
             return state
         if last is None or state.level <= 0 or not _positive(last.kl_before, last.kl_after):
-            return replace(state, level=fresh, reading=fresh)
+            return replace(state, level=fresh, reading=fresh, spread=self._noisier(state.spread, noise))
         expected = self._expected(state, last.kl_before) * last.kl_after / last.kl_before * math.exp(state.bias)
-        # a factor of two is beyond any batch's noise, and as far as one may pull
-        surprise = min(max(math.log(fresh / expected), -0.7), 0.7)
+        # Not the logarithm: most batches miss the rare tokens and read too low, a few read far too high, and it is the
+        # mean that is right. Half as much again either way is as far as one may pull.
+        surprise = min(max(fresh / expected - 1, -0.5), 0.7)
         first = 1 / (state.pairs + 2)
         # Noise is what changes from one surprise to the next: a level that is wrong surprises alike every time.
         spread = state.spread + 0.05 * ((surprise - state.surprise) ** 2 / 2 - state.spread)
+        spread = self._noisier(spread, noise)
         grown = _growth(state.reading, last.kl_before)
         astray = math.hypot(self.drift, 0.1 * grown)  # a tenth of what KL grew by, too
         most = 0.35 if last.kl_after < last.kl_before else 0.8  # where it held, the level is what the clamp made it
@@ -323,6 +329,11 @@ class Gauge:
         if not _positive(own):
             return limit * back
         return limit * back * min(max(own / self._expected(state, own), 0.5), 3.0)
+
+    @staticmethod
+    def _noisier(spread: float, noise: float) -> float:
+        """The variance of a reading, drawn up by a batch that shows more of it: the mean over five such."""
+        return max(spread, spread + 0.2 * (min(noise, 1.0) ** 2 - spread)) if noise > 0 else spread
 
     def _expected(self, state: GaugeState, own: float) -> float:
         """Fresh KL where own tokens read ``own``, unclamped; own itself where growth from near 0 says nothing."""

@@ -104,7 +104,7 @@ def test_the_clamp_holds_kl_on_the_steps_own_tokens(trainer: Make, exact: bool, 
 
 
 def test_a_clamp_with_nothing_to_do_changes_no_bit(trainer: Make) -> None:
-    free, _ = controlled(trainer(max_steps=4), replace(HOLD, clamped=True), clamp=False)
+    free, _ = controlled(trainer(max_steps=4), HOLD, clamp=False)
     watched, _ = controlled(trainer(max_steps=4), HOLD, clamp=True, limit=1e6)
     assert torch.equal(weights(free), weights(watched))
     assert set(logged(watched, "klamp/effort")) == {0.0}

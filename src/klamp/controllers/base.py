@@ -7,9 +7,11 @@ series can be replayed through another controller.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -53,6 +55,12 @@ class State:
         kind = State.kinds.get(name) if isinstance(name, str) else None
         names = {f.name for f in fields(kind)} if kind else set()
         given = {k: v for k, v in saved.items() if k != "kind"}
+        if name == "HoldState" and "told" in given:
+            raise ConfigError(
+                f"a saved controller state is of an earlier law of Hold, which this version does not go on from. Its "
+                f"last price was {shown(given.get('beta'))}: start a new run from the saved weights with kl.beta at it "
+                "(Hold(init_beta=...).init() in your own loop), or resume with the version that saved it."
+            )
         if kind is None or set(given) != names:
             raise ConfigError(
                 f"a saved controller state has kind {shown(name)} and fields {shown(sorted(map(str, given)))}, which "
@@ -89,8 +97,28 @@ class Controller(Protocol):
         ...
 
     def update(self, state: Any, kl: float, n: int = 1) -> State:
-        """The state after observing ``kl``, measured over ``n`` sequences."""
+        """The state after observing ``kl``, measured over ``n`` sequences.
+
+        It may take ``effort`` (what a clamp undid), ``spread`` (the RMS of the batch's advantages within a prompt) and
+        ``noise`` (the relative standard error of ``kl``) as keywords; :func:`advance` passes them to those that do.
+        """
         ...
+
+
+def advance(
+    controller: Controller, state: Any, kl: float, n: int = 1, *, effort: float = 0.0, **known: float | None
+) -> State:
+    """``controller.update`` with the clamp's ``effort``, the batch's ``spread`` and ``noise`` where it takes them."""
+    taken = _keywords(type(controller).update)
+    offered = {"effort": effort, **known}
+    return controller.update(state, kl, n, **{k: v for k, v in offered.items() if k in taken or "**" in taken})
+
+
+@functools.cache
+def _keywords(update: Callable[..., Any]) -> frozenset[str]:
+    """The names of a function's parameters, ``**`` among them where it takes any."""
+    found = inspect.signature(update).parameters.values()
+    return frozenset("**" if p.kind is p.VAR_KEYWORD else p.name for p in found)
 
 
 def skip(state: S, kl: float, kind: type[State] = State) -> S | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, NamedTuple, cast
 
 from transformers import TrainerCallback
@@ -19,6 +19,7 @@ from trl.trainer.rloo_trainer import RLOOTrainer
 from klamp.clamp import Clamped, Gauge, GaugeState, Scaler, lora_scaler, weights_scaler
 from klamp.clamp import clamp as clamp_kl
 from klamp.controllers import Controller, Hold, State
+from klamp.controllers.base import advance
 from klamp.errors import ConfigError, KlampError, require_number
 from klamp.integrations import trl_checks as checks
 from klamp.integrations.trl_attach import Reminder, calling_trainer, controller_of, remind
@@ -107,8 +108,6 @@ class KLControl(TrainerCallback):
         self.clamp = checks.lora_on_base(trainer) if clamp is None else clamp
         if self.clamp:
             checks.check_clamp(trainer)
-            if isinstance(self.controller, Hold):
-                self.controller = replace(self.controller, clamped=True)
         self.limit = self._limit(limit)
         bounds = getattr(self.controller, "bounds", None)
         self.monitor = monitor or Monitor(self.target, self.per if self.target else None, bounds=bounds)
@@ -264,20 +263,21 @@ class KLControl(TrainerCallback):
         if not self.moved:
             return
         rows = max(1, round(step.rows))
-        if isinstance(self.controller, Hold):
-            effort = clamped.effort if clamped else 0.0
-            self.state = self.controller.update(self.state, kl, rows, effort=effort)  # type: ignore[arg-type]
-        else:
-            self.state = self.controller.update(self.state, kl, rows)
+        effort = clamped.effort if clamped else 0.0
+        self.state = advance(self.controller, self.state, kl, rows, effort=effort, spread=self._spread(step))
+
+    def _spread(self, step: Step) -> float | None:
+        """RMS of the step's advantages; None where they say nothing about the price.
+
+        RLOO with normalised advantages prices before it normalises.
+        """
+        hidden = getattr(self.trainer.args, "normalize_advantages", False)
+        return None if hidden else math.sqrt(step.squares / max(step.rows, 1.0))
 
     def _first_price(self, step: Step) -> State:
-        """Hold's feed-forward from the spread of the advantages; the controller's own start where there is none.
-
-        RLOO with normalised advantages prices before it normalises, so their spread says nothing about the price.
-        """
-        spread = math.sqrt(step.squares / max(step.rows, 1.0))
-        hidden = getattr(self.trainer.args, "normalize_advantages", False)
-        if not self.feed_forward or not isinstance(self.controller, Hold) or spread < 1e-6 or hidden:
+        """Hold's feed-forward from the spread of the advantages; the controller's own start where there is none."""
+        spread = self._spread(step)
+        if not self.feed_forward or not isinstance(self.controller, Hold) or spread is None:
             return self.state
         return self.controller.init(spread=spread, length=step.tokens / max(step.rows, 1.0))
 

@@ -166,7 +166,8 @@ def _ppo(config: TrainConfig, rewards: Tensor, look: Look, counted: Tensor, beta
     mean = sums[0] / sums[2].clamp(min=1)
     variance = (sums[1] / sums[2].clamp(min=1) - mean**2).clamp(min=0)
     white = whiten(advantages, counted, moments=(mean.to(advantages.dtype), variance.to(advantages.dtype)))
-    spread = 1.0 if float(variance) > 0 else 0.0
+    # A price in the reward is divided along with it; one that joins the white advantages meets a spread of 1.
+    spread = float(variance.sqrt()) if config.kl.placement == "in_reward" else float(float(variance) > 0)
     return Prepared(white, counted, spread, old_values=look.values, returns=returns)
 
 

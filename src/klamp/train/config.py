@@ -163,7 +163,7 @@ class KLConfig:
         if self.controller == "fixed":
             return Fixed(0.0 if self.beta is None else self.beta)
         if self.controller == "hold":
-            return Hold(target, self.per, clamped=self.clamp_limit is not None, **beta)
+            return Hold(target, self.per, **beta)
         if self.controller == "ziegler":
             return Ziegler(target, self.per, horizon=self.horizon, **beta)
         if self.controller == "exponential":

@@ -33,10 +33,11 @@ from klamp.train.batch import Part, Rollout, parts
 from klamp.train.config import TrainConfig
 from klamp.train.data import mix
 from klamp.train.figures import band, clamp_metrics, reward_metrics, sampler_gap
+from klamp.train.floor import measure_floor, reads_rounding
 from klamp.train.optim import adamw, share_of_rate
 from klamp.train.policy import Anchor, Policy
 from klamp.train.pricing import policy_term
-from klamp.train.reading import Reading, Sums
+from klamp.train.reading import Reading, Sums, moments, relative_error
 from klamp.train.recall import Recall
 from klamp.train.rewards import Scored
 from klamp.train.steering import Steering
@@ -44,6 +45,9 @@ from klamp.train.tally import Tally
 
 PER_TOKEN = ("kl/ref/exact", "kl/ref/k1", "kl/ref/k3", "kl/sampler/k1", "kl/sampler/k3", "rollout/gap")
 """Means over the counted tokens that every step logs."""
+
+FLOOR_ROWS = 32
+"""Sequences that the floor is measured on: rounding is the same everywhere."""
 
 
 class TrainingError(KlampError, RuntimeError):
@@ -98,16 +102,18 @@ class Learner:
         began, before = self.steering.state, self.applied
         anchors = self._anchors(rollout)
         look = self._look(rollout, anchors) if needs_look(self.config, stale) else None
-        if self.config.algorithm.name == "ppo":
-            self._first_price(1.0, rollout.mask)
         beta = self.steering.beta if self.steering.state is not None else 0.0
         prepared = prepare(self.config, rollout, scored, look, beta, self.reduce)
+        if began is None:
+            self.steering.set_floor(self._floor(rollout, prepared, anchors))
+            self._first_price(prepared.spread, prepared.counted)
+            if self.config.algorithm.name == "ppo":  # its advantages may hold the price, which was not known yet
+                prepared = prepare(self.config, rollout, scored, look, self.steering.beta, self.reduce)
         if self.config.correction is not None:
             prepared = replace(prepared, sampler_logp=rollout.sampler_logp)
         elif stale and look is not None:
             known = torch.isfinite(rollout.sampler_logp)
             prepared = replace(prepared, old_logp=torch.where(known, rollout.sampler_logp, look.logp))
-        self._first_price(prepared.spread, prepared.counted)
         origin = self._origin()
         met = self._optimise(step, rollout, prepared, anchors, tally)
         seen = met if look is None else look
@@ -117,7 +123,7 @@ class Learner:
         clamped = None
         moved = self.applied > before
         if moved:
-            self.steering.fresh(kl)
+            self.steering.fresh(kl, relative_error(sums))
             sequences = int(sums.count("sequences"))
             clamped = self._clamp(origin, kl, self._reading(rollout, prepared, anchors, seen, sequences))
         outcome = self._conclude(step, rollout, scored, sums, kl, clamped, seen, prepared)
@@ -145,6 +151,8 @@ class Learner:
             kl,
             int(sums.count("sequences")),
             clamped,
+            spread=prepared.spread,
+            noise=relative_error(sums),
             estimates=comparable,
             sampler_kl=per_token["kl/sampler/k1"],
             no_signal=rewards.get("reward/no_signal") if self.config.algorithm.name == "grpo" else None,
@@ -153,12 +161,25 @@ class Learner:
         if self.reference.after_step(step):
             self.steering.new_reference()  # the next batch's KL will be to another reference
         metrics = {**per_token, "kl/steered": kl, "kl/beta": priced, **band(kl, self.config.kl.target)}
+        metrics |= {"kl/noise": relative_error(sums), "kl/floor": self.steering.floor}
         metrics |= {} if clamped is None else clamp_metrics(self.steering, clamped)
         metrics |= {name: sums.mean(name) for name in sums.names() if name.startswith(("loss/", "policy/", "rollout/"))}
         metrics |= {**rewards, "policy/spread": prepared.spread}
         metrics["rollout/gap_max"] = self.largest(self.largest_gap)
         metrics |= {"train/skipped": float(self.skipped), "train/lr": self._lr(step), "train/grad_norm": self.grad_norm}
         return Outcome(metrics, alarms, seen.kl, sampler_gap(rollout, seen.logp, prepared.counted))
+
+    def _floor(self, rollout: Rollout, prepared: Prepared, anchors: Callable[[Part], Anchor]) -> float:
+        """What rounding makes of KL, in the unit of the target; 0 where nothing rounds or weights are in shards."""
+        split = self.sharded or self.accelerator.distributed_type == "DEEPSPEED"
+        if split or not reads_rounding(self.policy.model, autocast=self.rounds):
+            return 0.0
+        rows = torch.arange(min(len(rollout), FLOOR_ROWS), device=self.device)
+
+        def measure() -> float:
+            return self._sums(self._measured(rollout, rows, prepared, anchors)).mean
+
+        return measure_floor(self.policy.model, measure, self.config.seed)
 
     def _first_price(self, spread: float, mask: Tensor) -> None:
         """Feed-forward from the first batch; every process has the same numbers."""
@@ -323,6 +344,8 @@ class Learner:
         tally.add("rollout/gap", gap.absolute, gap.tokens)
         self.largest_gap = gap.largest
         tally.add("sequences", torch.zeros(()), torch.tensor(len(rollout)))
+        for name, moment in moments(seen.kl, counted, rollout.group_size, self.config.kl.per or "token").items():
+            tally.add(name, moment, torch.ones(()))
 
     def _tally_losses(
         self, counted: Tensor, stats: TokenStats, old: Tensor, pg: Tensor, price: Tensor, tally: Tally
@@ -341,7 +364,7 @@ class Learner:
         """Hold KL under its limit; a step that is backtracked began at ``kl``, not at the reference."""
         if self.config.kl.clamp_limit is None:
             return None
-        began = 0.0 if origin is None or not math.isfinite(kl) else kl
+        began = self.steering.floor if origin is None or not math.isfinite(kl) else kl
         return self.steering.clamp(reading, self._scaler(origin), kl, origin_kl=began)
 
     def _scaler(self, origin: dict[str, Tensor] | None) -> Callable[[float], None]:

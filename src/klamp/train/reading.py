@@ -13,6 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from klamp.masked import Unit, select
+from klamp.train.tally import Totals
+
 SPARSE = 4
 """The share is one sequence in this many: two of a group of eight."""
 FEWEST = 4
@@ -74,3 +77,38 @@ def carried(whole: float, before: float, after: float) -> float:
     if not all(0 <= kl < math.inf for kl in (whole, before, after)):
         return math.nan
     return max(0.0, math.sqrt(whole) + math.sqrt(after) - math.sqrt(before)) ** 2
+
+
+def moments(kl: Tensor, counted: Tensor, group_size: int, per: Unit) -> dict[str, Tensor]:
+    """What the noise of a batch's KL is known by: second moments over its prompts of summed KL and of what it is per.
+
+    Completions of one prompt are alike, so it is prompts that are drawn independently.
+    """
+    zero = torch.zeros((), dtype=torch.float64, device=kl.device)
+    groups = len(kl) // group_size if group_size > 0 else 0
+    if not groups:
+        return {"noise/kk": zero, "noise/kc": zero, "noise/cc": zero, "noise/groups": zero}
+    tokens = counted.sum(1).double()
+    sums = select(kl.double(), counted).sum(1)
+    each, count = {
+        "token": (sums, tokens),
+        "sequence": (sums, (tokens > 0).double()),
+        "sequence_mean": (sums / tokens.clamp(min=1), (tokens > 0).double()),
+    }[per]
+    k, c = (x[: groups * group_size].view(groups, group_size).sum(1) for x in (each, count))
+    return {
+        "noise/kk": (k * k).sum(),
+        "noise/kc": (k * c).sum(),
+        "noise/cc": (c * c).sum(),
+        "noise/groups": zero + groups,
+    }
+
+
+def relative_error(sums: Totals) -> float:
+    """Standard error of the batch's KL over the KL, from :func:`moments`; 0 where it cannot be told."""
+    kl, groups = sums.mean("kl"), sums.total("noise/groups")
+    if kl <= 0 or groups < 2:
+        return 0.0
+    squares = sums.total("noise/kk") - 2 * kl * sums.total("noise/kc") + kl * kl * sums.total("noise/cc")
+    error = math.sqrt(max(squares, 0.0) * groups / (groups - 1)) / sums.count("kl")
+    return min(error / kl, 1.0)

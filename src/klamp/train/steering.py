@@ -9,12 +9,14 @@ from typing import Any
 
 from klamp.clamp import Clamped, Gauge, GaugeState
 from klamp.clamp import clamp as clamp_kl
-from klamp.controllers import Controller, Hold, HoldState, State
+from klamp.controllers import Controller, Hold, State
+from klamp.controllers.base import advance
 from klamp.errors import require_number
-from klamp.monitor import Alarm, Monitor
+from klamp.monitor import Alarm, Monitor, logger
 from klamp.plain import from_plain
 from klamp.train.advice import advice
 from klamp.train.config import KLConfig
+from klamp.train.floor import WARN
 from klamp.train.reading import Reading
 
 FAR = 4.0
@@ -40,6 +42,8 @@ class Steering:
         """The limit on own tokens that the last step was held to."""
         self.jump: float | None = None
         """The largest change of sqrt(KL) on own tokens that one of the last updates made; None before the first."""
+        self.floor = 0.0
+        """What rounding alone makes of KL: it is there however small the displacement."""
         self.share = 1.0
         """Share of its sequences on which the last step was measured."""
         bounds = getattr(self.controller, "bounds", None)
@@ -49,7 +53,7 @@ class Steering:
         """Set the first price from the first batch, unless one is set: Hold's feed-forward, or the configured beta."""
         if self.state is not None:
             return
-        known = 0 < spread < math.inf and length > 0
+        known = 0 <= spread < math.inf and length > 0
         told = isinstance(self.controller, Hold) and self.config.beta is None and known
         if told:
             assert isinstance(self.controller, Hold)
@@ -63,9 +67,9 @@ class Steering:
         assert self.state is not None, "start() comes first"
         return self.state.beta
 
-    def fresh(self, kl: float) -> None:
+    def fresh(self, kl: float, noise: float = 0.0) -> None:
         """Take in a batch's KL before its update: what became of the step before on fresh samples."""
-        self.gauge_state = self.gauge.update(self.gauge_state, kl, self.last)
+        self.gauge_state = self.gauge.update(self.gauge_state, kl, self.last, noise)
         self.last = None
 
     def new_reference(self) -> None:
@@ -129,6 +133,8 @@ class Steering:
         sequences: int,
         clamped: Clamped | None,
         *,
+        spread: float,
+        noise: float,
         estimates: Mapping[str, float],
         sampler_kl: float | None,
         no_signal: float | None = None,
@@ -136,11 +142,10 @@ class Steering:
         """The next price, and the alarms of the step. ``kl`` is the step's fresh KL in the unit of the target."""
         assert self.state is not None, "start() comes first"
         priced = self.state.beta
-        if isinstance(self.controller, Hold) and isinstance(self.state, HoldState):
-            effort = clamped.effort if clamped is not None else 0.0
-            self.state = self.controller.update(self.state, kl, sequences, effort=effort)
-        else:
-            self.state = self.controller.update(self.state, kl, sequences)
+        effort = clamped.effort if clamped is not None else 0.0
+        self.state = advance(
+            self.controller, self.state, self.above_floor(kl), sequences, effort=effort, spread=spread, noise=noise
+        )
         return self.monitor.record(
             step,
             kl=kl,
@@ -151,6 +156,24 @@ class Steering:
             no_signal=no_signal,
         )
 
+    def set_floor(self, floor: float) -> None:
+        """Take in what rounding makes of KL, and say so where the target is hardly above it."""
+        self.floor = floor
+        target = self.config.target
+        if target is not None and target < WARN * floor:
+            logger.warning(
+                "the target %.3g is less than %g times the floor: KL reads %.2g nats per %s from rounding alone. Raise "
+                "kl.target, or set dtype=float32.",
+                *(target, WARN, floor, self.config.per),
+            )
+
+    def above_floor(self, kl: float) -> float:
+        """``kl`` as a controller takes it: 0 at the floor, the target at the target."""
+        target = self.config.target
+        if not self.floor or target is None or not target > self.floor:
+            return kl
+        return max(kl - self.floor, 0.0) * target / (target - self.floor)
+
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
@@ -159,6 +182,7 @@ class Steering:
             "gauge": asdict(self.gauge_state),
             "last": None if self.last is None else asdict(self.last),
             "jump": self.jump,
+            "floor": self.floor,
             "monitor": self.monitor.state_dict(),
         }
 
@@ -170,6 +194,7 @@ class Steering:
         jump = saved.get("jump")  # earlier versions did not save it: the next step is measured in full
         way_out = "The checkpoint is damaged; start from an earlier one."
         self.jump = None if jump is None else require_number("steering.jump", jump, at_least=0, way_out=way_out)
+        self.floor = require_number("steering.floor", saved.get("floor", 0.0), at_least=0, way_out=way_out)
         self.monitor.load_state_dict(saved["monitor"])
 
 

@@ -1,0 +1,309 @@
+"""Hold on rewards of many kinds, against constant prices at the same KL: the benchmark that decides about the law.
+
+    python benchmarks/any_reward.py --half development --out dev.jsonl              # tiny, two processes
+    python benchmarks/any_reward.py --half held-out --out held.jsonl --reuse dev.jsonl
+    python benchmarks/any_reward.py --show held.jsonl dev.jsonl                     # tables of finished runs
+
+One line a run is appended to ``--out`` as it finishes; a second call takes up where the first ended, and takes runs at
+constant prices, in which no controller has a part, from ``--reuse``. ``--models smollm2`` runs on a GPU beside it.
+For each reward and learning rate the table has the highest KL, KL in the last third, the reward gained there as a share
+of what constant prices gain at the same KL, the clamp's effort, and the price over ``rho0 spread``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import many_rewards
+
+TARGET, LIMIT = 0.05, 1.1
+GROUP = 8
+FRESH = 256
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a model is trained with."""
+
+    prompts: int
+    tokens: int
+    rates: tuple[float, float]
+    """The usual learning rate, and a tenth of it."""
+    steps: tuple[int, int] = (60, 120)
+    multiples: tuple[float, ...] = (0.5, 0.8, 1.25, 2.0, 3.2)
+    """Constant prices, in multiples of the feed-forward at the start; every other one at the low rate."""
+    drawn: int = 2048
+    """Completions of the reference that the rewards are calibrated on."""
+
+
+SETTINGS = {
+    "tiny": Setting(4, 24, (1.5e-3, 1.5e-4)),
+    "smollm2": Setting(16, 48, (5e-4, 5e-5), (60, 60), (0.7, 1.2, 2.0, 3.4)),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run."""
+
+    model: str
+    reward: str
+    rate: int
+    """0: the usual learning rate, 1: a tenth of it."""
+    arm: str
+    seed: int
+
+
+def constant(arm: str) -> bool:
+    """Whether a run of this arm is the same whatever Hold does."""
+    return arm.startswith("x ") or arm in ("static", "ziegler")
+
+
+def jobs(model: str, half: str, given: argparse.Namespace) -> Iterator[Job]:
+    """Every run of one half, those that matter most first."""
+    arms = given.arms
+    rewards = {"development": many_rewards.DEVELOPMENT, "held-out": many_rewards.HELD_OUT}[half]
+    constants = [f"x {m:g}" for m in given.multiples or SETTINGS[model].multiples]
+    few = constants[::2]
+    for seed in range(given.seeds):
+        for rate in given.rates:
+            for reward in rewards:
+                learned = reward not in many_rewards.NOTHING
+                wanted = [a for a in arms if a.startswith("hold")]
+                wanted += (constants if rate == 0 else few) if learned and "constants" in arms else []
+                if seed == 0 and rate == 0:
+                    wanted += [a for a in ("static", "ziegler", "ff-clamp") if a in arms]
+                for arm in wanted:
+                    yield Job(model, reward, rate, arm, seed)
+
+
+def calibration(model: str) -> dict[str, Any]:
+    """Completions of the reference: their length, the words of sparse rewards, the spread of each reward."""
+    made = SETTINGS[model]
+    with _trainer(Job(model, "never", 0, "static", 0), {"words": {}, "price": 1.0}, steps=1) as trainer:
+        texts, tokens = [], 0.0
+        for step in range(1, made.drawn // (made.prompts * GROUP) + 1):
+            rollout = trainer.sample(step)
+            texts += rollout.completions
+            tokens += float(rollout.mask.sum())
+    found = many_rewards.calibrate(texts, GROUP)
+    length = tokens / len(texts)
+    return {"model": model, "length": length, "price": 0.65 / (2 * TARGET * length) ** 0.5, **found}
+
+
+class _trainer:
+    """A Trainer in a folder that is removed afterwards."""
+
+    def __init__(self, job: Job, known: dict[str, Any], steps: int | None = None) -> None:
+        self.job, self.known, self.steps = job, known, steps
+
+    def __enter__(self) -> Any:
+        from klamp.train.config import KLConfig, OptimConfig, RolloutConfig, TrainConfig
+        from klamp.train.loop import Trainer
+
+        job, made = self.job, SETTINGS[self.job.model]
+        self.folder = tempfile.mkdtemp(prefix="any-reward-")
+        steps = self.steps or made.steps[job.rate]
+        config = TrainConfig(
+            model=job.model,
+            run=str(Path(self.folder) / "run"),
+            steps=steps,
+            seed=job.seed,
+            save_every=10**6,
+            sample_every=10**6,
+            keep=1,
+            preflight=False,
+            kl=KLConfig(target=TARGET, per="token", **arm(job, self.known)),
+            rollout=RolloutConfig(prompts=made.prompts, group_size=GROUP, max_tokens=made.tokens),
+            optim=OptimConfig(lr=made.rates[job.rate]),
+        )
+        reward = many_rewards.reward(job.reward, self.known["words"], job.seed)
+        return Trainer(config, rewards=[reward], quiet=True)
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def arm(job: Job, known: dict[str, Any]) -> dict[str, Any]:
+    """The fields of KLConfig that make an arm."""
+    feed_forward = known["price"] * (known.get("spreads", {}).get(job.reward) or 1.0)
+    if job.arm.startswith("x "):
+        return {"controller": "fixed", "beta": feed_forward * float(job.arm[2:]), "clamp": False}
+    return {
+        "hold": {"controller": "hold"},
+        "hold-price": {"controller": "hold", "clamp": False},
+        "static": {"controller": "fixed", "beta": 0.04, "clamp": False},
+        "ziegler": {"controller": "ziegler", "beta": 0.2, "clamp": False},
+        "ff-clamp": {"controller": "fixed", "beta": feed_forward},
+    }[job.arm.partition("@")[0]]
+
+
+@contextlib.contextmanager
+def _variant(arm: str) -> Iterator[None]:
+    """``hold@GAIN=0.2,LEAD=0``: the law with other constants, for ablations."""
+    from klamp.controllers import hold
+
+    changed = dict(pair.split("=") for pair in arm.partition("@")[2].split(",") if pair)
+    before = {name: getattr(hold, name) for name in changed}
+    for name, value in changed.items():
+        setattr(hold, name, float(value))
+    try:
+        yield
+    finally:
+        for name, kept in before.items():
+            setattr(hold, name, kept)
+
+
+KEPT = {
+    "kl": "kl/steered",
+    "noise": "kl/noise",
+    "beta": "kl/beta",
+    "reward": "reward/mean",
+    "spread": "policy/spread",
+    "effort": "kl/clamp/effort",
+}
+
+
+def run(job: Job, known: dict[str, Any]) -> dict[str, Any]:
+    """Train, and read KL once more on fresh completions."""
+    import torch
+
+    torch.set_num_threads(1)
+    began = time.time()
+    with _variant(job.arm), _trainer(job, known) as trainer:
+        checkpoint = sys.modules["klamp.train.loop"].checkpoint
+        checkpoint.save = lambda *_: None  # nobody resumes these runs
+        trainer.run()
+        rows = [json.loads(line) for line in Path(trainer.folder.metrics).read_text().splitlines()]
+        found = {name: [float(f"{row.get(key, 0.0):.5g}") for row in rows] for name, key in KEPT.items()}
+        name = {"reward_name": job.reward}
+        return {**asdict(job), **name, **found, "fresh": fresh(trainer), "seconds": time.time() - began}
+
+
+def fresh(trainer: Any) -> list[float]:
+    """KL of the final policy on completions of its own, and its standard error over prompts."""
+    from klamp.experiments.jobs import token_kl
+
+    each, counts = [], []
+    per = trainer.config.rollout.prompts
+    for i in range(max(1, FRESH // (per * GROUP))):
+        rollout = trainer.sample(10_000 + i)
+        kl, mask = token_kl(trainer, rollout), rollout.mask.cpu()
+        each += (kl * mask).sum(1).view(per, GROUP).sum(1).tolist()
+        counts += mask.sum(1).view(per, GROUP).sum(1).tolist()
+    mean = sum(each) / sum(counts)
+    errors = [(k - mean * c) ** 2 for k, c in zip(each, counts, strict=True)]
+    return [mean, (sum(errors) * len(each) / max(len(each) - 1, 1)) ** 0.5 / sum(counts)]
+
+
+def read(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """Every line of some files, the last one of a kind only."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in paths:
+        for line in path.read_text().splitlines() if path.is_file() else ():
+            row = json.loads(line)
+            found[key(row)] = row
+    return list(found.values())
+
+
+def key(row: dict[str, Any]) -> str:
+    """What a line is the result of."""
+    reward = row.get("reward_name", row.get("reward"))
+    return "/".join(map(str, (row["model"], reward, row.get("rate"), row.get("arm"), row.get("seed"))))
+
+
+def work(given: argparse.Namespace) -> None:
+    """Run what is not there yet, so many at a time a model, until the deadline."""
+    have = {key(row): row for row in read([given.out])}
+    for row in read(given.reuse):
+        if "price" in row or constant(row["arm"]):
+            have.setdefault(key(row), row)
+    end = time.time() + given.seconds
+    workers = dict(zip(given.models, given.workers, strict=True))
+    pools = {m: ProcessPoolExecutor(n, mp_context=get_context("spawn")) for m, n in workers.items()}
+    with given.out.open("a") as out:
+
+        def keep(row: dict[str, Any]) -> None:
+            have[key(row)] = row
+            out.write(json.dumps(row) + "\n")
+            out.flush()
+
+        starting = {pools[m].submit(calibration, m): m for m in given.models if f"{m}/None/None/None/None" not in have}
+        for done in starting:
+            keep(done.result())
+        todo = {m: [j for half in given.half for j in jobs(m, half, given)] for m in given.models}
+        todo = {m: [j for j in listed if key(asdict(j)) not in have] for m, listed in todo.items()}
+        _drain(pools, workers, todo, have, keep, end)
+    for pool in pools.values():
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in list((pool._processes or {}).values()):
+            process.kill()
+
+
+def _drain(pools: Any, workers: dict[str, int], todo: Any, have: Any, keep: Any, end: float) -> None:
+    """Feed every pool with its jobs, as many as it has processes, and keep what comes back."""
+    running: dict[Future[dict[str, Any]], str] = {}
+    total, began = sum(map(len, todo.values())), time.time()
+    done = 0
+    while True:
+        for model, listed in todo.items():
+            while listed and sum(m == model for m in running.values()) < workers[model]:
+                job = listed.pop(0)
+                running[pools[model].submit(run, job, have[f"{model}/None/None/None/None"])] = model
+        if not running or time.time() > end:
+            return
+        finished, _ = wait(running, timeout=max(0.1, end - time.time()), return_when=FIRST_COMPLETED)
+        for future in finished:
+            del running[future]
+            done += 1
+            try:
+                keep(future.result())
+            except Exception as error:  # one run that fails must not take the others with it
+                print(f"failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            print(f"{done} of {total} runs, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--half", nargs="+", choices=("development", "held-out"), default=["development"])
+    parser.add_argument("--models", nargs="+", choices=tuple(SETTINGS), default=["tiny"])
+    parser.add_argument("--workers", nargs="+", type=int, default=[2], help="processes of each model")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--multiples", nargs="+", type=float, help="constant prices, in multiples of the feed-forward")
+    parser.add_argument("--rates", nargs="+", type=int, choices=(0, 1), default=[0, 1], help="usual and low rate")
+    every = ("hold", "hold-price", "constants", "static", "ziegler", "ff-clamp")
+    parser.add_argument("--arms", nargs="+", default=every, help=f"of {', '.join(every)}, or hold@GAIN=0.2,LEAD=0")
+    parser.add_argument("--out", type=Path, default=Path("any_reward.jsonl"))
+    parser.add_argument(
+        "--reuse", nargs="*", type=Path, default=[], help="files of earlier runs to take constants from"
+    )
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop after so long; runs under way are given up")
+    parser.add_argument("--show", nargs="+", type=Path, help="only print the tables of these files")
+    given = parser.parse_args()
+    if not given.show:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        work(given)
+    import any_reward_tables
+
+    any_reward_tables.show(read(given.show or [given.out, *given.reuse]))
+
+
+if __name__ == "__main__":
+    main()

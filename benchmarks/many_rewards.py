@@ -1,0 +1,107 @@
+"""Rewards of many kinds for ``any_reward.py``; half of them were looked at while ``Hold`` was made, half were not.
+
+Sparse ones ask for a word that few of the reference's completions hold. Which word that is depends on the model and is
+found by :func:`calibrate`, together with the spread that each reward has at the start.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+Reward = Callable[..., list[float]]
+
+DEVELOPMENT = ("sentiment", "vowels", "word 2 %", "never")
+HELD_OUT = ("commas", "word 0.3 %", "noise", "format", "sentiment x 1000")
+SPARSE = {"word 2 %": 0.02, "word 0.3 %": 0.003}
+NOTHING = ("never", "noise")
+"""Rewards that nothing can be learned from: no constant earns anything there."""
+WHAT = {
+    "sentiment": "VADER's score, dense",
+    "vowels": "share of words that begin with a vowel, dense",
+    "word 2 %": "holds a word that 2 % of the reference's completions hold",
+    "never": "always 0",
+    "commas": "commas, at most two, saturating",
+    "word 0.3 %": "holds a word that 0.3 % hold",
+    "noise": "a normal random number",
+    "format": "at most 16 words and a full stop at the end, verifiable",
+    "sentiment x 1000": "another scale",
+}
+
+
+def sentiment(prompts: list[str], completions: list[str], *, scale: float = 1.0, **_: Any) -> list[float]:
+    from klamp.train.rewards import vader
+
+    return [scale * score for score in vader(prompts, completions)]
+
+
+def vowels(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    words = [re.findall(r"[a-z]+", text.lower()) for text in completions]
+    return [sum(w[0] in "aeiou" for w in each) / max(len(each), 1) for each in words]
+
+
+def commas(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return [min(text.count(","), 2) / 2 for text in completions]
+
+
+def holds(prompts: list[str], completions: list[str], *, word: str, **_: Any) -> list[float]:
+    return [float(word in re.findall(r"[a-z]+", text.lower())) for text in completions]
+
+
+def short_sentence(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return [float(len(text.split()) <= 16 and text.rstrip().endswith(".")) for text in completions]
+
+
+def never(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+class Noise:
+    """Normal random numbers, of a sequence of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+
+    def __call__(self, prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        return [self.draw.gauss(0, 1) for _ in completions]
+
+
+def reward(name: str, words: dict[str, str], seed: int) -> Reward:
+    """The reward called ``name``; ``words`` are those of the calibration."""
+    if name in SPARSE:
+        return partial(holds, word=words[name])
+    plain: dict[str, Reward] = {
+        "sentiment": sentiment,
+        "vowels": vowels,
+        "commas": commas,
+        "format": short_sentence,
+        "never": never,
+        "sentiment x 1000": partial(sentiment, scale=1000.0),
+    }
+    return Noise(seed) if name == "noise" else plain[name]
+
+
+def calibrate(completions: Sequence[str], group: int) -> dict[str, Any]:
+    """Words of sparse rewards, and each reward's spread over groups of the reference's completions."""
+    present = Counter(w for text in completions for w in set(re.findall(r"[a-z]{4,}", text.lower())))
+    words = {}
+    for name, share in SPARSE.items():
+        wanted = share * len(completions)
+        words[name] = min(present, key=lambda w: (abs(math.log(present[w] / wanted)), w))
+    spreads = {}
+    for name in (*DEVELOPMENT, *HELD_OUT):
+        values = reward(name, words, 0)([""] * len(completions), list(completions))
+        spreads[name] = _spread(values, group)
+    shares = {name: present[w] / len(completions) for name, w in words.items()}
+    return {"words": words, "shares": shares, "spreads": spreads}
+
+
+def _spread(values: Sequence[float], group: int) -> float:
+    """RMS of group-normalised advantages: the root of the share of groups with signal."""
+    groups = [values[i : i + group] for i in range(0, len(values), group)]
+    return math.sqrt(sum(max(g) > min(g) for g in groups) / len(groups))
