@@ -46,8 +46,8 @@ def replayed(t: Any, controller: Any) -> list[float]:
     """The prices that ``controller`` asks for when it is told what TRL logged, the first step left out."""
     kls, efforts = logged(t, "klamp/kl"), logged(t, "klamp/effort") or [0.0] * 100
     state, betas = controller.init(), [controller.init().beta] * 2
-    for kl, effort in list(zip(kls, efforts, strict=False))[1:]:
-        state = controller.update(state, kl, 8, effort=effort)
+    for kl, effort, spread in list(zip(kls, efforts, logged(t, "klamp/spread"), strict=False))[1:]:
+        state = controller.update(state, kl, 8, effort=effort, spread=spread)
         betas.append(state.beta)
     return betas
 
@@ -60,7 +60,7 @@ def test_the_price_is_the_controllers_answer_to_trls_own_kl(trainer: Make, clamp
     assert kls[0] == 0.0
     assert kls[-1] > 0
     assert (max(efforts, default=0.0) > 0) is clamp
-    assert [*logged(t, "klamp/beta"), t.beta] == pytest.approx(replayed(t, replace(HOLD, clamped=clamp)), rel=1e-12)
+    assert [*logged(t, "klamp/beta"), t.beta] == pytest.approx(replayed(t, HOLD), rel=1e-12)
 
 
 def test_the_first_price_comes_from_the_first_batch(trainer: Make) -> None:

@@ -203,7 +203,7 @@ class KLControl(TrainerCallback):
         batches = self.recorder.batches
         kl, step = self._observe(batches)
         clamped = self._clamp()
-        self._publish(state.global_step, kl, clamped)
+        self._publish(state.global_step, kl, clamped, self._spread(step))
         self._steer(kl, step, clamped)
         self._set_price()
         _kept(state)[SAVED] = self.state_dict()
@@ -292,9 +292,9 @@ class KLControl(TrainerCallback):
 
     # What others see
 
-    def _publish(self, at: int, kl: float | None, clamped: Clamped | None) -> None:
+    def _publish(self, at: int, kl: float | None, clamped: Clamped | None, spread: float | None) -> None:
         """Into TRL's metrics, which average over ``logging_steps`` and go to every tracker."""
-        figures = {"beta": float(self.trainer.beta)}
+        figures = {"beta": float(self.trainer.beta)} | ({} if spread is None else {"spread": spread})
         if self.target is not None:
             figures["target"] = self.target
         if clamped is not None:
