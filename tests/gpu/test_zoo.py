@@ -119,6 +119,8 @@ def far(a: Tensor, b: Tensor, mask: Tensor) -> tuple[float, float]:
     return float(gap.square().mean().sqrt()), float(gap.abs().max())
 
 
+# torch's product over groups of experts takes bfloat16 only; in float32 it waits for the device, and no graph holds it.
+@pytest.mark.filterwarnings("ignore:a decoding step of .* runs uncaptured")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32_is_the_plain_forward(family: str) -> None:
     model = build(family, torch.float32)
