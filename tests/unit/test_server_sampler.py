@@ -246,3 +246,19 @@ def test_settings_that_do_not_go_together(config: Callable[..., Any], settings: 
 def test_a_divergence_needs_its_limit() -> None:
     with pytest.raises(ConfigError, match="limit is missing"):
         CorrectionConfig(kind="mask_tv")
+
+
+def test_measure_samples_through_a_server(stub: Stub, url: str, words_model: str, words_prompts: str) -> None:
+    """The server draws and klamp scores: the sampler's gap is rounding, and KL to itself is nothing."""
+    from klamp import measure_kl
+
+    lines = Path(words_prompts).read_text().splitlines()
+    how = {"max_tokens": 4, "samples": 2, "device": "cpu", "batch": 4, "chat": False}
+    found = measure_kl(words_model, words_model, lines, url=url, **how)
+    assert found.sequences == 2 * len(lines)
+    assert found.kl.mean == pytest.approx(0, abs=1e-6)
+    assert found.sampler_gap is not None
+    assert abs(found.sampler_gap.mean) < 1e-5
+    assert sum(p == "/v1/completions" for p, _ in stub.asked) >= len(lines)
+    with pytest.raises(ConfigError, match="does not serve 'other'"):
+        measure_kl(words_model, words_model, lines, url=url, served="other", **how)

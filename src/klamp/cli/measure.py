@@ -35,6 +35,8 @@ def measure(
     device: str = "auto",
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     trust_remote_code: bool = False,
+    url: str | None = None,
+    served: str | None = None,
 ) -> None:
     """Say how far one model is from another, and on which tokens.
 
@@ -60,6 +62,8 @@ def measure(
         device: auto, cpu or cuda.
         dtype: Of both models. auto: bfloat16 on a GPU, float32 on a CPU.
         trust_remote_code: Let a model repository run its own code.
+        url: A vLLM server that draws the completions, such as http://127.0.0.1:8000.
+        served: What that server calls the first model. Left out: its name here.
     """
     _measure(
         _one("policy", model, policy),
@@ -76,6 +80,8 @@ def measure(
         device=device,
         dtype=dtype,
         trust_remote_code=trust_remote_code,
+        url=url,
+        served=served,
     )
 
 

@@ -26,7 +26,9 @@ from klamp.measure.pair import Pair, load_pair
 from klamp.measure.score import given, records, token_map
 from klamp.measure.sides import sides
 from klamp.messages import Prompt, problem
-from klamp.sampling.sampler import Sampler, context_of
+from klamp.sampling.sampler import Sampler, context_of, end_ids
+from klamp.sampling.server_sampler import ServedSampler
+from klamp.sampling.vllm_server import Request, Server
 from klamp.train.batch import Rollout
 from klamp.train.config import RolloutConfig
 from klamp.train.data import mix
@@ -119,13 +121,16 @@ def measure_kl(
     maps: bool = True,
     trust_remote_code: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    url: str | None = None,
+    served: str | None = None,
 ) -> Measurement:
     """Exact KL(policy‖reference) and KL(reference‖policy) over prompts, with intervals, positions and a noise floor.
 
     Both are a folder, a Hub id, a built-in name, a LoRA adapter's folder, or the folder of a run, which stands for its
     newest checkpoint and brings what is left out: its base as the reference, its prompts, max_tokens (elsewhere 64),
-    temperature (1.0) and chat. Completions are sampled from the policy unless given. ``out`` keeps the records in a
-    folder and goes on from them when interrupted.
+    temperature (1.0) and chat. Completions are sampled from the policy unless given; with ``url`` a vLLM server draws
+    them, which serves the policy as ``served``. ``out`` keeps the records in a folder and goes on from them when
+    interrupted.
     """
     asked = sides(policy, reference, prompts)
     policy, reference, prompts = asked.policy, asked.reference, asked.prompts
@@ -153,18 +158,28 @@ def measure_kl(
         policy, reference, temperature=temperature, device=chosen, dtype=dtype, trust_remote_code=trust_remote_code
     )
     source = _Source(pair, settings, list(prompts), None if completions is None else list(completions))
-    folder = Path(out) if out is not None else None
-    blocks = range(0, len(prompts), batch)
+    with contextlib.closing(source):
+        if url is not None:
+            source.sample_from(url, served or policy)
+        figures = _figures(source, Path(out) if out is not None else None, rank, ranks, progress)
+        shown = _maps(source, figures) if maps and rank == 0 else []
+    return _measurement(figures, settings, shown)
+
+
+def _figures(
+    source: _Source, folder: Path | None, rank: int, ranks: int, progress: Callable[[int, int], None] | None
+) -> Figures:
+    """Measure this process's blocks that are not on disk yet, and add up those of all processes."""
+    settings = source.settings
+    blocks = range(0, settings.prompts, settings.batch)
     with _alone(folder, rank):
         store = Store(folder, settings, rank)
         mine = [b for i, b in enumerate(blocks) if i % ranks == rank and b not in store.done]
         for n, block in enumerate(mine):
-            store.add(block, records(pair, source.rollout(block), block, source.samples, floor=True))
+            store.add(block, records(source.pair, source.rollout(block), block, source.samples, floor=True))
             if progress is not None:
                 progress(n + 1, len(mine))
-        figures = total(store.everything(len(blocks), ranks))
-    shown = _maps(source, figures) if maps and rank == 0 else []
-    return _measurement(figures, settings, shown)
+        return total(store.everything(len(blocks), ranks))
 
 
 @contextlib.contextmanager
@@ -221,11 +236,31 @@ class _Source:
         config = RolloutConfig(
             group_size=self.samples, max_tokens=settings.max_tokens, temperature=settings.temperature
         )
-        self.sampler: Sampler | None = None
+        self.server: Server | None = None
+        self.sampler: Sampler | ServedSampler | None = None
         if completions is None:
             self.sampler = Sampler(pair.policy, pair.tokenizer, config, self.context)
             if not pair.adapter_off:  # the sampler's buffers start as the base
                 self.sampler.refresh()
+
+    def sample_from(self, url: str, name: str) -> None:
+        """Have a server draw the completions, which serves the policy as ``name``."""
+        if self.completions is not None:
+            raise ConfigError(f"url {url!r} and completions do not go together: one of them brings the completions.")
+        model, tokenizer = self.pair.policy.model, self.pair.tokenizer
+        request = Request(
+            n=self.samples,
+            max_tokens=self.settings.max_tokens,
+            temperature=self.settings.temperature,
+            end=end_ids(tokenizer, model),
+        )
+        self.server = Server(url, key=os.environ.get("VLLM_API_KEY"))
+        self.sampler = ServedSampler(self.server, name, tokenizer, request)
+
+    def close(self) -> None:
+        """Close the connections to the server, where there is one."""
+        if self.server is not None:
+            self.server.close()
 
     def rollout(self, block: int) -> Rollout:
         """Prompts ``block`` to ``block + batch`` with their completions."""
@@ -237,7 +272,7 @@ class _Source:
             assert self.completions is not None
             return given(self.pair, ids, texts, self.completions[span])
         generator = torch.Generator(self.pair.device).manual_seed(mix(self.settings.seed, block, 3))
-        return self.sampler.sample(ids, texts, generator)
+        return self.sampler.sample(ids, texts, generator).to(self.pair.device)
 
     def _fits(self, ids: list[list[int]], block: int) -> None:
         room = None if self.context is None else self.context - self.settings.max_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,25 +69,13 @@ class ServerSampler:
         self.version = step
         self.wait()
 
-    def sample(self, prompts: Sequence[Sequence[int]], texts: Sequence[str], generator: torch.Generator) -> Rollout:
+    def sample(self, prompts: Sequence[Sequence[int]], texts: Sequence[Any], generator: torch.Generator) -> Rollout:
         """``group_size`` completions of every prompt, in order; prompts that failed for good are left out or raise."""
         self._fits(max(map(len, prompts), default=0))
         version = self.version
-        seeds = torch.randint(2**31 - 1, (len(prompts),), generator=generator, device=generator.device).tolist()
-        found = self._complete(version, prompts, seeds)
-        groups = {n: drawn for n, drawn in enumerate(found) if not isinstance(drawn, SamplerError)}
-        errors = [error for error in found if isinstance(error, SamplerError)]
-        if errors and (self.config.on_failure == "stop" or not groups):
-            raise errors[0]
-        rollout = collate_completions(
-            [prompts[n] for n in groups],
-            list(groups.values()),
-            pad=int(self.tokenizer.pad_token_id),
-            texts=[texts[n] for n in groups],
-            decode=lambda rows: list(self.tokenizer.batch_decode(rows, skip_special_tokens=True)),
-        )
-        left_out = tuple(n for n in range(len(prompts)) if n not in groups)
-        return Rollout(**{**vars(rollout), "version": version, "left_out": left_out})
+        found = self._complete(version, prompts, seeds(generator, len(prompts)))
+        skip = self.config.on_failure == "skip"
+        return replace(rollout_of(found, prompts, texts, self.tokenizer, skip=skip), version=version)
 
     def _complete(
         self, version: int, prompts: Sequence[Sequence[int]], seeds: Sequence[int]
@@ -174,12 +163,55 @@ class ServerSampler:
         self.server.close()
 
 
+class ServedSampler:
+    """Draws completions from a model that a server holds under a name of its own, and that nobody trains."""
+
+    def __init__(self, server: Server, name: str, tokenizer: Any, request: Request) -> None:
+        self.server, self.name, self.tokenizer, self.request = server, name, tokenizer, request
+        if name not in (names := server.models()):
+            raise ConfigError(f"the server at {server.url} does not serve {name!r}, but {', '.join(names[:5])}.")
+
+    def sample(self, prompts: Sequence[Sequence[int]], texts: Sequence[Any], generator: torch.Generator) -> Rollout:
+        """``request.n`` completions of every prompt, in order."""
+        found = self.server.complete(self.name, prompts, self.request, seeds(generator, len(prompts)))
+        return rollout_of(found, prompts, texts, self.tokenizer)
+
+
+def seeds(generator: torch.Generator, count: int) -> list[int]:
+    """One seed for each of ``count`` requests."""
+    drawn = torch.randint(2**31 - 1, (count,), generator=generator, device=generator.device)
+    return drawn.tolist()
+
+
+def rollout_of(
+    found: Sequence[list[Completion] | SamplerError],
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Any],
+    tokenizer: Any,
+    *,
+    skip: bool = False,
+) -> Rollout:
+    """The completions of each prompt as a rollout; the first error is raised, unless such prompts are to be skipped."""
+    groups = {n: drawn for n, drawn in enumerate(found) if not isinstance(drawn, SamplerError)}
+    errors = [error for error in found if isinstance(error, SamplerError)]
+    if errors and not (skip and groups):
+        raise errors[0]
+    rollout = collate_completions(
+        [prompts[n] for n in groups],
+        list(groups.values()),
+        pad=int(tokenizer.pad_token_id),
+        texts=[texts[n] for n in groups],
+        decode=lambda rows: list(tokenizer.batch_decode(rows, skip_special_tokens=True)),
+    )
+    return replace(rollout, left_out=tuple(n for n in range(len(prompts)) if n not in groups))
+
+
 def collate_completions(
     prompts: Sequence[Sequence[int]],
     groups: Sequence[Sequence[Completion]],
     *,
     pad: int,
-    texts: Sequence[str],
+    texts: Sequence[Any],
     decode: Callable[[list[list[int]]], list[str]],
 ) -> Rollout:
     """Groups of completions as a rollout on the CPU: prompts padded on the left, completions on the right."""
