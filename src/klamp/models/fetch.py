@@ -250,7 +250,7 @@ def _convert(gguf: Path, target: Path) -> None:
             import gguf as package
 
             # On Python 3.10 transformers looks for the version here, where gguf has none.
-            package.__version__ = importlib.metadata.version("gguf")
+            setattr(package, "__version__", importlib.metadata.version("gguf"))  # noqa: B010
             model: Any = AutoModelForCausalLM.from_pretrained(
                 gguf.parent, gguf_file=gguf.name, dtype=torch.float32, **unpack
             )
