@@ -46,6 +46,8 @@ class Figures:
     """Mean step of first entry; NaN where none entered."""
     in_band: float
     """Share of steps in band from first entry on, pooled over seeds; NaN where none entered."""
+    settled: float
+    """Share of the second half's steps in band, pooled over the seeds that entered it; NaN where none did."""
     held_steps: int
     """Steps that share is taken over."""
     highest: float
@@ -88,6 +90,7 @@ def figures(arm: str, records: Sequence[Record], target: float | None) -> Figure
         entered=len(held),
         entry=_mean([e for e in entries if e is not None]),
         in_band=_mean(inside),
+        settled=_mean([abs(v / target - 1) <= BAND for v in _settled(records, entries)]) if target else math.nan,
         held_steps=len(pooled),
         highest=max(everything, default=math.nan) / target if target else math.nan,
         kl=late(records, "kl/steered"),
@@ -107,6 +110,12 @@ def first_entry(record: Record, target: float | None) -> float | None:
     if not target:
         return None
     return next((s for s, v in zip(kl.steps, kl.values, strict=True) if abs(v / target - 1) <= BAND), None)
+
+
+def _settled(records: Sequence[Record], entries: Sequence[float | None]) -> list[float]:
+    """KL over the second half of the runs that entered the band at all."""
+    entered = [r for r, e in zip(records, entries, strict=True) if e is not None]
+    return [v for r in entered for v in r.get("kl/steered").from_step(r.last_step / 2)]
 
 
 def late_of(record: Record, key: str) -> float:

@@ -76,19 +76,19 @@ def checks(comparison: Comparison, rows: dict[str, Figures]) -> list[Check]:
     """The figures klamp promises, as they came out; one that rests on no step in the band cannot be told."""
     found, never = [], f"never in band within {_steps(comparison)}"
     hold, price, oracle = rows.get("hold"), rows.get("hold-price"), rows.get(ORACLE)
+    if hold is not None and comparison.constants:  # what a KL budget buys comes before how evenly it is kept
+        found += _against_constants(comparison, hold)
     if hold is not None:
-        inside = never if math.isnan(hold.in_band) else _percent(hold.in_band)
-        found.append(_held("hold in band ≥ 95 % from first entry", inside, hold, holds=hold.in_band >= 0.95))
+        inside = never if not hold.entered else _percent(hold.settled)
+        found.append(_held("hold in band ≥ 95 % of the second half", inside, hold, holds=hold.settled >= 0.95))
         found.append(_held("hold never above 1.2 × target", _times(hold, never), hold, holds=hold.highest <= 1.2))
     if price is not None and oracle is not None:
-        gap = 100 * (price.in_band - oracle.in_band)
+        gap = 100 * (price.settled - oracle.settled) if price.entered and oracle.entered else math.nan
         told = not math.isnan(gap)
         shown = f"{gap:+.1f} points" if told else never
         found.append(Check("hold-price within 5 points of the oracle", shown, gap >= -5 if told else None))
     if price is not None:
         found.append(_held("hold-price never above 2 × target", _times(price, never), price, holds=price.highest <= 2))
-    if hold is not None and comparison.constants:
-        found += _against_constants(comparison, hold)
     return found
 
 
