@@ -247,7 +247,7 @@ def _convert(gguf: Path, target: Path) -> None:
     try:
         # transformers' own bars for this go to stderr whatever its settings say.
         with _quiet(True), contextlib.redirect_stderr(io.StringIO()):
-            import gguf as package
+            package: Any = importlib.import_module("gguf")
 
             # On Python 3.10 transformers looks for the version here, where gguf has none.
             setattr(package, "__version__", importlib.metadata.version("gguf"))  # noqa: B010
