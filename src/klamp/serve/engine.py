@@ -126,7 +126,7 @@ class Sequence:
         ask = request.ask
         self.request, self.prompt, self.index, self.most = request, prompt, index, most
         self.temperature, self.top_p, self.top_logprobs = ask.temperature, ask.top_p, ask.top_logprobs
-        self.end = encoder.end
+        self.end, self.done = encoder.end, False
         seed = random.SystemRandom().getrandbits(64) if ask.seed is None else ask.seed
         self.uniform = random.Random(f"{seed}/{index}").random
         self.text = Text(encoder.tokenizer, ask.stop)
@@ -146,6 +146,7 @@ class Sequence:
             finish = "stop"
         elif len(self.text.ids) >= self.most:
             finish = "length"
+        self.done = finish is not None  # before it is told: whoever hears of it may ask again
         if finish or self.request.ask.stream:
             ids, logps, tops = self.news
             self.news = ([], [], [])
@@ -165,7 +166,11 @@ class Engine:
     @property
     def load(self) -> int:
         """Sequences that wait or run."""
-        return sum(r.ask.n for r in list(self.waiting)) + sum(len(b.rows) for b in list(self.running))
+        return sum(r.ask.n for r in list(self.waiting)) + sum(
+            not row.done  # type: ignore[attr-defined]
+            for b in list(self.running)
+            for row in list(b.rows)
+        )
 
     def submit(self, request: Request) -> None:
         """Put a request into the queue, or raise Busy."""
