@@ -429,3 +429,14 @@ def test_the_law_fits_on_a_page() -> None:
     assert len(named) <= 15, named
     assert len(fields(HoldState)) <= 10
     assert not (Path(hold.__file__).parent / "belief.py").exists()
+
+
+@pytest.mark.parametrize("spread", [0.01, 0.3, 1.0, 40.0])
+def test_a_spread_told_once_stays_the_unit_of_the_price(spread: float) -> None:
+    """A loop that says its spread at the start and never again keeps its price: no jump by 1 / spread."""
+    hold = Hold(target=0.05, per="token")
+    state = hold.init(spread=spread, length=24)
+    after = hold.update(state, 0.001)
+    assert after.beta == pytest.approx(state.beta, rel=0.2)
+    again = hold.update(state, 0.001, spread=spread)
+    assert after.beta == pytest.approx(again.beta, rel=1e-9)

@@ -43,9 +43,7 @@ TOLD, UNTOLD = 3.0, 0.3  # how much rather a surprise is put down to the pace th
 FOLLOW = 2.0  # real plants answer by less than the model and their rho* rises: x above the target is charged for, too
 
 # The price.
-DAMPING = (
-    0.25  # least exponent of x in the price; x is judged as far ahead as momentum reaches, so swings are met early
-)
+DAMPING = 0.25  # least exponent of x in the price; x is judged as far ahead as momentum reaches: swings are met early
 PATIENCE = 16.0  # steps in which slower plants are brought to the target: the exponent grows with the steps they take,
 BOLDEST = 6.0  # up to this, which is also the factor below rho* that a price nobody told may go to
 
@@ -107,7 +105,8 @@ class Hold:
             return HoldState(beta=self.init_beta, best=math.log(self.init_beta))
         require_number("spread", spread, at_least=0, way_out="It is the RMS spread of the advantages in a group.")
         rho = FEED_FORWARD / math.sqrt(2 * self.target * self._tokens(length))
-        return HoldState(beta=clip(rho * (spread or 1.0), *self.bounds), best=math.log(rho), least=rho / DOUBT)
+        beta = clip(rho * (spread or 1.0), *self.bounds)
+        return HoldState(beta=beta, best=math.log(rho), least=rho / DOUBT, square=spread**2)
 
     def _tokens(self, length: float | None) -> float:
         if self.per == "sequence":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import json
 import logging
 import math
@@ -42,7 +41,6 @@ MEASURES: dict[str, Callable[..., Tensor]] = {
 }
 TRAINERS = {"verl.trainer.ppo.ray_trainer": "RayPPOTrainer", "verl.trainer.ppo.v1.trainer_base": "PPOTrainer"}
 """The classes that write and read verl's checkpoints."""
-TAKES_SPREAD = "spread" in inspect.signature(Hold.update).parameters
 ASYNCHRONOUS = "verl.experimental.fully_async_policy.fully_async_trainer"
 
 
@@ -116,8 +114,7 @@ class HoldKLController(Stateful):
         if self.measured is None:
             super().update(current, n_steps, current_kl=current_kl)
             return
-        beside: dict[str, Any] = {"spread": self.spread} if TAKES_SPREAD else {}
-        self.state = self.controller.update(self.state, self.measured, int(n_steps), **beside)
+        self.state = self.controller.update(self.state, self.measured, int(n_steps), spread=self.spread)
         self.measured = None
 
     def save(self, folder: Path, step: int) -> None:
