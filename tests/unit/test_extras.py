@@ -15,7 +15,7 @@ from klamp.errors import EXTRAS, MissingExtra, needing
 SOURCE = Path(klamp.__file__).parent
 WITH_TORCH = {"torch", "tyro", "rich", "filelock"}
 """Packages of a bare install: klamp's own dependencies, and what torch brings."""
-OPTIONAL = {"triton", "deepspeed", "verl", "openai"}
+OPTIONAL = {"triton", "deepspeed", "verl", "art", "openai"}
 """Used where they are found, or the host or client of whoever calls klamp; never asked for."""
 DISTRIBUTION = {"yaml": "pyyaml"}
 BROUGHT = {"huggingface_hub": "transformers", "datasets": "trl", "markupsafe": "jinja2"}
