@@ -104,8 +104,8 @@ def test_exact_in_float32_keeps_its_digits_next_to_the_reference() -> None:
         truth = klamp.exact(pi.double(), ref.double())
         got = klamp.exact(pi, ref).double()
         assert (got >= 0).all()
-        # The log-ratios, of standard deviation √(2 KL), are rounded to a relative eps: at 1e-6 that is a third of the KL,
-        # in whatever order the sums are taken.
+        # The log-ratios, of standard deviation √(2 KL), are rounded to a relative eps: at 1e-6 that is a third of the
+        # KL, in whatever order the sums are taken.
         bound = torch.finfo(torch.float32).eps * (2 * truth).sqrt() + 1e-3 * truth
         assert ((got - truth).abs() <= bound).all()
 
