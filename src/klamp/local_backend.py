@@ -121,8 +121,15 @@ class LocalBackend:
         host: str = "127.0.0.1",
         port: int = 0,
         api_key: str | None = None,
+        url: str | None = None,
+        served: str | None = None,
     ) -> None:
-        """``host``, ``port`` and ``api_key`` are the endpoint's: this machine alone, a free one and a random one."""
+        """``host``, ``port`` and ``api_key`` are the endpoint's: this machine alone, a free one and a random one.
+
+        With ``url``, a vLLM server draws what :meth:`sample` is asked for. It calls the base ``served`` and gets the
+        adapter after every step.
+        """
+        self.server = None if url is None else (url, served)
         self.path = Path(path)
         self.place = (host, port, api_key)
         self.device = device
@@ -279,6 +286,8 @@ class LocalBackend:
             self._endpoint = None
         for opened in self._opened.values():
             await asyncio.to_thread(opened.thread.shutdown)
+            if opened.worker is not None and opened.worker.served is not None:
+                opened.worker.served.close()
         self._opened.clear()
 
     def _open(self, model: Any) -> OpenModel:
@@ -290,7 +299,7 @@ class LocalBackend:
             own = replace(own, base_model=base)
         if folder not in self._opened:
             models.resolve(own.base_model)
-            self._opened[folder] = OpenModel(own, folder, self.device, self.keep)
+            self._opened[folder] = OpenModel(own, folder, self.device, self.keep, self.server)
         opened = self._opened[folder]
         if opened.model != own:
             raise ConfigError(f"{own.project}/{own.name} is open as {opened.model}, not {own}. Choose another name.")

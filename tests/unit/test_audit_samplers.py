@@ -24,6 +24,7 @@ ROUNDS, BEHIND, CUT = s.SAMPLERS
 def test_whole_sequence_weights_are_unbiased(found: dict[tuple[str, str], s.Corrected], sampler: str) -> None:
     """Reward and price together: the sampler's weights are counted once, or this would not be zero."""
     assert found[sampler, "whole sequence weights"].bias < 1e-9
+    assert found[sampler, "k1 in the reward, whole sequence weights"].bias < 1e-9
     assert found[sampler, "none"].bias > 1e-4
     assert found[sampler, "truncate(2)"].bias < found[sampler, "none"].bias or sampler == ROUNDS
 

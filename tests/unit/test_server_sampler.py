@@ -262,3 +262,28 @@ def test_measure_samples_through_a_server(stub: Stub, url: str, words_model: str
     assert sum(p == "/v1/completions" for p, _ in stub.asked) >= len(lines)
     with pytest.raises(ConfigError, match="does not serve 'other'"):
         measure_kl(words_model, words_model, lines, url=url, served="other", **how)
+
+
+def test_local_backend_samples_through_a_server(stub: Stub, url: str, words_model: str, tmp_path: Path) -> None:
+    """Before and after a training step the server's log-probs are the policy's, so nothing it drew counts as stale."""
+    import asyncio
+
+    from klamp.local_backend import LocalBackend, TrainableModel, Trajectory, TrajectoryGroup
+
+    model = TrainableModel("m", "p", words_model, lora_rank=4)
+
+    async def work() -> list[dict[str, float]]:
+        found = []
+        async with LocalBackend(tmp_path / "local", device="cpu", url=url) as backend:
+            for _ in range(2):
+                asked = [{"role": "user", "content": "w1 w2"}]
+                choices = await backend.sample(model, asked, n=4, max_tokens=4)
+                group = TrajectoryGroup([Trajectory([*asked, c], reward=float(i % 2)) for i, c in enumerate(choices)])
+                found.append((await backend.train(model, [group], learning_rate=1e-2)).metrics)
+        return found
+
+    for metrics in asyncio.run(work()):
+        assert metrics["rollout/gap_max"] < 1e-5
+        assert metrics["data/stale"] == 0
+    names = [b["lora_name"] for p, b in stub.asked if p == "/v1/load_lora_adapter"]
+    assert len(names) == len(set(names)) == 2

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from klamp import trust
 from klamp.audit.world import TREE, World, make
+from klamp.estimators import k1
+from klamp.objectives import to_go
 from klamp.placements import sequence_exact
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ class Sampled:
     """Every sequence once, with what the sampler and the trainer say of it; ``logp`` and ``kl`` are leaves."""
 
     logp: Tensor
+    ref_logp: Tensor
     sampler_logp: Tensor
     kl: Tensor
     mask: Tensor
@@ -113,6 +116,20 @@ def corrected(weigh: Callable[[Sampled], tuple[Tensor, Tensor]], *, pays: bool =
     return update
 
 
+def in_reward_corrected(weigh: Callable[[Sampled], tuple[Tensor, Tensor]]) -> Correction:
+    """The same with k1 in the reward: its price to go stands in the advantage, and the loss's weights are its own."""
+
+    def update(s: Sampled) -> Tensor:
+        weights, stays = weigh(s)
+        price = -BETA * to_go(k1(s.logp.detach(), s.ref_logp), s.mask)
+        loss = trust.corrected_loss(
+            s.logp, s.logp.detach(), s.advantage, weights=weights, stays=stays, price=price, clip=None
+        )
+        return torch.where(s.mask, loss, 0.0).sum()
+
+    return update
+
+
 def uncorrected(s: Sampled) -> Tensor:
     """As if the trainer had drawn the tokens itself."""
     price = sequence_exact(s.kl, BETA, s.mask, objective="score")
@@ -157,6 +174,8 @@ CORRECTIONS: dict[str, Correction] = {
     "mask tv 0.05": corrected(masked("tv", 0.05)),
     "mask tv 0.05, one side": corrected(masked("tv", 0.05, "away")),
     "mask kl 0.005": corrected(masked("kl", 0.005)),
+    "k1 in the reward, truncate(2)": in_reward_corrected(truncated(2.0)),
+    "k1 in the reward, whole sequence weights": in_reward_corrected(truncated(UNBOUNDED, "sequence")),
     "price weighted twice": twice,
 }
 """The limits of the masks are such that a stale sampler's tokens pass some of them; 2 is what is used in practice."""
@@ -206,6 +225,7 @@ def _read(world: World, table: Tensor, correction: Correction, *, replay: bool =
     rewards = reward(world)
     sampled = Sampled(
         logp=torch.where(possible[:, None], logp, 0.0).detach().requires_grad_(),
+        ref_logp=world.logp(world.reference),
         sampler_logp=torch.where(possible[:, None], drawn, 0.0),
         kl=torch.where(TREE.mask, world.prefix_kl(world.policy)[TREE.prefix], 0.0).requires_grad_(),
         mask=TREE.mask & possible[:, None],

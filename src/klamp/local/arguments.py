@@ -100,6 +100,8 @@ class Place:
     seed: int
     device: str
     keep: int
+    server: tuple[str, str | None] | None = None
+    """Address of a vLLM server that samples, and what it calls the base."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,12 +28,20 @@ Asked = tuple[Request, "asyncio.Future[list[Choice]]"]
 class OpenModel:
     """A model's thread, what waits for it, and whether it trains."""
 
-    def __init__(self, model: Any, folder: Path, device: str, keep: int) -> None:
+    def __init__(
+        self, model: Any, folder: Path, device: str, keep: int, server: tuple[str, str | None] | None = None
+    ) -> None:
         self.model = model
         """A TrainableModel."""
         lora = LoraConfig(rank=model.lora_rank, alpha=model.lora_alpha)
         self.place = Place(
-            base_model=model.base_model, folder=folder, lora=lora, seed=model.seed, device=device, keep=keep
+            base_model=model.base_model,
+            folder=folder,
+            lora=lora,
+            seed=model.seed,
+            device=device,
+            keep=keep,
+            server=server,
         )
         self.thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"klamp-{model.name}")
         self.training = threading.Lock()

@@ -24,11 +24,13 @@ from klamp.errors import ConfigError, KlampError
 from klamp.local.arguments import Arguments, Place
 from klamp.local.batch import Batch
 from klamp.local.encode import Encoder
+from klamp.local.served import Served
 from klamp.local.trajectories import Choice, Message
 from klamp.monitor import Alarm
 from klamp.references import AdapterPath, Base, Ema, Periodic, ReferenceSpec, StepLag, parse
 from klamp.sampling.merged_model import ADAPTER, MergedModel
 from klamp.sampling.sampler import Sampler, context_of, end_ids
+from klamp.sampling.server_sampler import ServerSampler
 from klamp.serve.engine import STEPS_IN_MEMORY, Model
 from klamp.train import anchors, checkpoint
 from klamp.train.config import RolloutConfig, TrainConfig
@@ -108,6 +110,7 @@ class Worker:
         self.past: OrderedDict[int, MergedModel] = OrderedDict()
         """The same of saved steps that were asked for."""
         self.sampler: Sampler | None = None
+        self.served = None if place.server is None else Served(*place.server)
         self.asked = 0
 
     # -- the folder -------------------------------------------------------------------------------------------------
@@ -318,7 +321,7 @@ class Worker:
         return ids
 
     def _drawn(self, prompts: list[list[int]], max_tokens: int, temperature: float) -> Iterator[Choice]:
-        sampler = self._sampler(RolloutConfig(group_size=1, max_tokens=max_tokens, temperature=temperature))
+        sampler = self._sampler(RolloutConfig(group_size=1, max_tokens=max_tokens, temperature=temperature), prompts)
         generator = torch.Generator(self.learner.device).manual_seed(mix(self.place.seed, self.step, self.asked, 3))
         drawn = sampler.sample(prompts, [""] * len(prompts), generator).to("cpu")
         self.asked += 1
@@ -335,7 +338,9 @@ class Worker:
                 step=self.step,
             )
 
-    def _sampler(self, settings: RolloutConfig) -> Sampler:
+    def _sampler(self, settings: RolloutConfig, prompts: list[list[int]]) -> Sampler | ServerSampler:
+        if self.served is not None:
+            return self.served.for_step(self, settings, prompts)
         if self.sampler is None or self.sampler.config.temperature != settings.temperature:
             merged = self._now()
             self.sampler = Sampler(self.learner.policy, self.tokenizer, settings, self.encoder.context, merged)

@@ -48,13 +48,18 @@ class ServerSampler:
         self.server, self.base, self.main, self.wait = server, base, main, wait
         self.state: dict[str, Tensor] | None = None
         self.adapters = Adapters(server, adapters, nonce, self._save)
-        self.version = 0
+        self.version, self.end = 0, end
+        self.configure(config)
+
+    def configure(self, config: RolloutConfig) -> None:
+        """Sample from now on as ``config`` says."""
+        self.config = config
         self.request = Request(
             n=config.group_size,
             max_tokens=config.max_tokens,
             temperature=config.temperature,
             top_p=config.top_p,
-            end=end,
+            end=self.end,
         )
 
     def refresh(self, step: int = 0) -> None:
