@@ -94,6 +94,7 @@ class Spoiler:
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "value"),
     [(where, value) for where in ("log-probs and KL", "gradients") for value in (math.nan, math.inf)],
@@ -241,6 +242,7 @@ def test_a_reward_that_fails_stops_the_run_with_its_sample(trainer: Any, kind: s
     assert not list(read_jsonl(made.folder.metrics))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BROKEN)
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_or_its_step_is_left_out_and_counted(trainer: Any, kind: str, name: str) -> None:

@@ -12,6 +12,8 @@ from klamp import ConfigError, Hold
 from klamp.integrations.trl import KlampGRPOTrainer, KLControl
 from klamp.integrations.trl_tokens import counted, text_of
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[..., Any]
 TRL_OWN = {"trainer_class": KlampGRPOTrainer, "trainer_kwargs": {"estimator": "weighted_k3", "placement": "in_loss"}}
 # One of each way to reduce in the fast set, the others with the slow ones.
