@@ -109,10 +109,20 @@ def measure(model: Any, batch: Batch, reference: Tensor) -> float:
     return klamp.mean(klamp.exact(logits(model, batch), reference), batch.mask, per="token").item()
 
 
-def first_price(hold: klamp.Hold, batch: Batch, group: int) -> klamp.HoldState:
-    """Start beta from what it competes with: the spread of the first batch's advantages."""
-    spread = group_advantages(batch.rewards, group).square().mean().sqrt().item()
-    return hold.init(spread=spread, length=batch.mask.sum(-1).float().mean().item()) if spread > 0 else hold.init()
+def spread_of(batch: Batch, group: int) -> float:
+    """What the price competes with: the RMS of the advantages within a prompt."""
+    return group_advantages(batch.rewards, group).square().mean().sqrt().item()
+
+
+def noise_of(token_kl: Tensor, mask: Tensor, group: int) -> float:
+    """The standard error of the batch's KL over the KL; completions of one prompt are alike, so over its prompts."""
+    kl = torch.where(mask, token_kl.detach(), 0.0).double().view(-1, group * mask.shape[1]).sum(1)
+    tokens = mask.double().view(-1, group * mask.shape[1]).sum(1)
+    mean = kl.sum() / tokens.sum()
+    if not mean > 0 or len(kl) < 2:
+        return 0.0
+    error = ((kl - mean * tokens).square().sum() * len(kl) / (len(kl) - 1)).sqrt() / tokens.sum()
+    return min((error / mean).item(), 1.0)
 
 
 def run(settings: Settings, watch: Callable[[int, Any, Batch, dict[str, float]], None] | None = None) -> Any:
@@ -130,7 +140,8 @@ def run(settings: Settings, watch: Callable[[int, Any, Batch, dict[str, float]],
         count = settings.prompts_per_step
         texts = [settings.prompts[i % len(settings.prompts)] for i in range((step - 1) * count, step * count)]
         batch = sample(model, tokenizer, texts, settings)
-        state = state or first_price(hold, batch, settings.group)
+        spread = spread_of(batch, settings.group)
+        state = state or hold.init(spread=spread, length=batch.mask.sum(-1).float().mean().item())
         reference = reference_logits(model, batch)
         loss, token_kl = loss_and_kl(model, batch, reference, state.beta, settings.group)
         loss.backward()
@@ -138,13 +149,14 @@ def run(settings: Settings, watch: Callable[[int, Any, Batch, dict[str, float]],
         optimiser.step()
         optimiser.zero_grad()
         kl = klamp.mean(token_kl, batch.mask, per="token").item()
-        read = gauge.update(read, kl, last)
+        noise = noise_of(token_kl, batch.mask, settings.group)
+        read = gauge.update(read, kl, last, noise)
         own = measure(model, batch, reference)
         limit = gauge.limit(read, 1.1 * settings.target, own)
         undo = klamp.lora_scaler(model)
         last = klamp.clamp_kl(lambda b=batch, r=reference: measure(model, b, r), undo, limit, kl=own)
         figures = {"loss": loss.item(), "kl": kl, "beta": state.beta, "reward": batch.rewards.mean().item()}
-        state = hold.update(state, kl, len(batch.ids), effort=last.effort)
+        state = hold.update(state, kl, len(batch.ids), effort=last.effort, spread=spread, noise=noise)
         if watch:
             watch(step, model, batch, figures | {"effort": last.effort})
     return model

@@ -67,7 +67,7 @@ def test_resolve(tmp_path: Path) -> None:
         ("", "Choose from"),
         ("./missing", "no such folder"),
         ("a/b/c", "no such folder"),
-        ("../x", "no such folder"),
+        ("../no-such-folder-here", "no such folder"),
         ("owner/..", "no such folder"),
         ("/nowhere/at/all", "no such folder"),
     ],
