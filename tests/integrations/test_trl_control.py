@@ -16,6 +16,8 @@ from klamp.integrations.trl import KlampGRPOTrainer, KLControl
 from klamp.integrations.trl_control import LIMIT, MOVED, SAVED
 from klamp.integrations.trl_tokens import OwnKL, counted, policy_of, text_of
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[..., Any]
 HOLD = Hold(target=0.05, per="token")
 

@@ -17,6 +17,8 @@ import klamp
 from klamp import models
 from klamp.local_backend import LocalBackend, TrainableModel, Trajectory, TrajectoryGroup, gather_trajectory_groups
 
+pytestmark = pytest.mark.slow
+
 QUESTION: Any = {"role": "user", "content": "The coffee at this café"}
 
 

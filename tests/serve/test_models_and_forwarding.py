@@ -20,6 +20,8 @@ from klamp.serve.batch import Batch
 from klamp.serve.engine import Limits
 from klamp.serve.server import Server
 
+pytestmark = pytest.mark.slow
+
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,

@@ -18,6 +18,8 @@ from klamp.train.correction import CorrectionConfig
 from klamp.train.learner import TrainingError
 from server_stub import Stub, late, serving
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def stub(words_model: str) -> Stub:
