@@ -15,6 +15,8 @@ from endpoint_tools import QUESTION, REPLY, TOOL, connect, connect_async, plain_
 from klamp import models
 from klamp.serve.standalone import Standalone
 
+pytestmark = pytest.mark.slow
+
 IDS = {"return_token_ids": True}
 ROUNDING = 2e-5
 """Of float32 log-probs summed in another order; a temperature of 0.5 doubles it."""

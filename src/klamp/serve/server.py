@@ -43,7 +43,10 @@ class Server:
     def close(self) -> None:
         """Stop answering; requests that run have five seconds."""
         self.uvicorn.should_exit = True
-        self.thread.join()
+        self.thread.join(timeout=10)
+        if self.thread.is_alive():  # a connection that does not end: its thread is a daemon and ends with the process
+            self.uvicorn.force_exit = True
+            self.thread.join(timeout=5)
         self.socket.close()
 
     def _serve(self) -> None:
