@@ -8,6 +8,7 @@
 # make faults   kill, starve, signal and fuzz on purpose: the long form, fifty kills
 # make lint     ruff and mypy
 # make audit    what every KL term descends
+# make docs     build the site into build/site, in an environment of its own (.venv-docs, without torch)
 
 PYTHON ?= python3
 VENV := .venv
@@ -23,7 +24,7 @@ WORKERS ?= logical
 PYTEST = -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile
 LOWEST := .venv-lowest
 
-.PHONY: setup compare test test-all test-slow test-lowest test-verl test-vllm test-art faults lint format audit build clean
+.PHONY: setup compare test test-all test-slow test-lowest test-verl test-vllm test-art faults lint format audit docs build clean
 
 setup: $(STAMP)
 
@@ -105,9 +106,24 @@ format: $(STAMP)
 audit: $(STAMP)
 	$(BIN)/klamp audit
 
+# The pages are made from the source text, so neither torch nor klamp is installed.
+DOCS := .venv-docs
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -c "import tomllib; \
+		print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], sep='\n')" \
+		> $(DOCS)/requirements.txt
+	$(DOCS)/bin/python -m pip install --quiet --constraint constraints.txt --requirement $(DOCS)/requirements.txt
+	touch $@
+
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(DOCS)/.installed
+	$(DOCS)/bin/mkdocs build --strict --quiet
+	@echo 'build/site/index.html'
+
 build: $(STAMP)
 	rm -rf dist
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
 
 clean:
-	rm -rf $(VENV) $(VERL) $(VLLM) $(LOWEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VERL) $(VLLM) $(ART) $(LOWEST) $(DOCS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

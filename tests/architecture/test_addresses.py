@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SKIPPED = {".git", ".venv", ".venv-lowest", "runs", "build", "dist", "node_modules", "__pycache__"}
+SKIPPED = {".git", "runs", "build", "dist", "node_modules", "__pycache__"}
 TEXT = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".html", ".js", ".css", ".json", ""}
 ADDRESS = re.compile(r"https?://([\w.-]+)(?::\d+)?(/[\w./~-]*)?")
 
@@ -16,7 +16,11 @@ def addresses() -> list[tuple[str, str, str]]:
     found = []
     for file in ROOT.rglob("*"):
         parts = file.relative_to(ROOT).parts
-        if not file.is_file() or file.suffix not in TEXT or any(p in SKIPPED or p.endswith("_cache") for p in parts):
+        if (
+            not file.is_file()
+            or file.suffix not in TEXT
+            or any(p in SKIPPED or p.startswith(".venv") or p.endswith("_cache") for p in parts)
+        ):
             continue
         text = file.read_text(encoding="utf-8", errors="ignore")
         found += [(str(file.relative_to(ROOT)), host, path or "") for host, path in ADDRESS.findall(text)]

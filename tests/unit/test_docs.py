@@ -14,6 +14,8 @@ from klamp.audit import Finding, audit_matrix
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
+    "docs/index.md",
+    "docs/own-loop.md",
     "docs/estimators.md",
     "docs/placements.md",
     "docs/metrics.md",
@@ -46,14 +48,31 @@ def test_the_packages_docstring_runs() -> None:
     assert result.failed == 0
 
 
-OTHERS = {"hold-study.md", "coming-from.md"}
-"""Pages that other chapters of the docs bring."""
+EVERY = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").rglob("*.md"))
+TEXTS = [*EVERY, "README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
 
 
-@pytest.mark.parametrize("page", PAGES[:-1])
-def test_links_between_pages_lead_somewhere(page: str) -> None:
-    for target in re.findall(r"\]\(([^)#:]+\.md)", read(page)):
-        assert target in OTHERS or (ROOT / "docs" / target).exists(), target
+@pytest.mark.parametrize("page", TEXTS)
+def test_links_and_images_lead_somewhere(page: str) -> None:
+    """Files of relative links exist; `make docs`, which is strict, looks at their anchors too."""
+    for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", without_code(read(page))):
+        assert ((ROOT / page).parent / target).exists(), target
+
+
+def test_every_page_is_in_the_navigation_and_in_no_other_place() -> None:
+    named = re.findall(r"[\w/-]+\.md(?=\n)", read("mkdocs.yml"))
+    assert sorted(f"docs/{name}" for name in named) == EVERY
+
+
+@pytest.mark.parametrize("page", [p for p in TEXTS if not p.startswith("docs/log/")])
+def test_history_is_in_the_log(page: str) -> None:
+    """A commit belongs to history: hexadecimal, seven digits or more, letters and figures mixed."""
+    found = [w for w in re.findall(r"(?<![\w-])[0-9a-f]{7,40}(?![\w-])", read(page)) if re.search("[a-f]", w)]
+    assert [w for w in found if re.search(r"\d", w)] == []
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.S)
 
 
 # The table of placements.md
