@@ -50,6 +50,14 @@ def scale_for(kl: float, limit: float, *, origin_kl: float = 0.0) -> float:
 
     With the reference as origin (``origin_kl = 0``) it is ``min(1, sqrt(limit / kl))``. A KL at or below the limit,
     negative ones included, needs no scaling. A KL that is NaN or infinite has no answer and is a ConfigError.
+
+    Args:
+        kl: the KL measured after the update.
+        limit: the limit, in the same unit.
+        origin_kl: the KL where the displacement is zero.
+
+    Returns:
+        The factor for the displacement, from 0 to 1.
     """
     _check_limit(limit)
     if not math.isfinite(kl):
@@ -71,11 +79,20 @@ def clamp(
 ) -> Clamped:
     """Scale the displacement until KL is in ``[0.97 limit, limit]``; at most ``rounds`` scalings and measurements.
 
-    ``measure`` returns the KL of the weights as they are, on the same tokens every time; ``scale`` multiplies the
-    displacement. ``kl`` is a measurement already taken after the update; ``origin_kl`` the KL where the displacement
-    is zero, when that is not the reference (backtracking). The total scale never exceeds 1, so an update that is
-    within the limit is left as it is, to the bit. A measurement that is NaN or infinite ends the search, at the last
-    scale known to be good if there is one, and says ``held=False``; at the first measurement nothing is scaled.
+    The total scale never exceeds 1, so an update within the limit is left as it is, to the bit. A measurement that is
+    NaN or infinite ends the search, at the last scale known to be good if there is one, with ``held=False``; at the
+    first measurement nothing is scaled.
+
+    Args:
+        measure: returns the KL of the weights as they are, on the same tokens every time.
+        scale: multiplies the displacement, such as :func:`lora_scaler` or :func:`weights_scaler`.
+        limit: the limit, in the unit of ``measure``.
+        kl: a measurement already taken after the update. None: ``measure()``.
+        rounds: how often the displacement is scaled and measured at most.
+        origin_kl: the KL where the displacement is zero, where that is not the reference (backtracking).
+
+    Returns:
+        The KL before and after, the scale, the effort, and whether the limit holds.
     """
     _check_limit(limit)
     if rounds < 1:
@@ -135,7 +152,14 @@ def _check_limit(limit: float) -> None:
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
-    """A detached copy of the trainable parameters by name: the origin that :func:`weights_scaler` returns to."""
+    """A detached copy of the trainable parameters by name: the origin that :func:`weights_scaler` returns to.
+
+    Args:
+        model: the model, before the step.
+
+    Returns:
+        Tensors by parameter name.
+    """
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -145,6 +169,13 @@ def weights_scaler(model: nn.Module, origin: Mapping[str, Tensor]) -> Scaler:
     With a frozen reference's parameters it scales the displacement from the reference; with the weights saved before
     the step (:func:`snapshot`) it backtracks the step. ``s = 1`` changes no bit and ``s = 0`` restores the origin to
     the bit; in between the arithmetic is float32 or wider.
+
+    Args:
+        model: the model being trained.
+        origin: where the displacement starts, by parameter name.
+
+    Returns:
+        A function of ``s`` for :func:`clamp`.
     """
     pairs = [(name, p, origin.get(name)) for name, p in model.named_parameters() if p.requires_grad]
     missing = [name for name, _, start in pairs if start is None]
@@ -185,8 +216,15 @@ def _interpolate(p: Tensor, start: Tensor, s: float) -> None:
 def lora_scaler(model: nn.Module, adapter: str | None = None) -> Scaler:
     """``lora_B <- s lora_B`` for one adapter, in place: scales its displacement from the base model exactly.
 
-    ``adapter=None`` takes the model's active adapter, or the only one there is. Trainable parameters that are not
-    LoRA matrices (``modules_to_save``, DoRA's magnitudes) would stay displaced, so a model that has any is refused.
+    Trainable parameters that are not LoRA matrices (``modules_to_save``, DoRA's magnitudes) would stay displaced, so a
+    model that has any is refused.
+
+    Args:
+        model: a peft model.
+        adapter: the adapter's name. None: the active one, or the only one.
+
+    Returns:
+        A function of ``s`` for :func:`clamp`.
     """
     other = [n for n, p in model.named_parameters() if p.requires_grad and not _adapter_of(n, ("lora_A", "lora_B"))]
     if other:

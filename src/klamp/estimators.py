@@ -14,13 +14,14 @@ is put: :mod:`klamp.placements` says which pairs are right, ``klamp audit`` prov
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast, overload
+from typing import cast, overload
 
 import torch
 from torch import Tensor
 
 from klamp.errors import ConfigError, require_number, unknown
 from klamp.masked import as_mask, mean, same_shape, select, sum_count, wide
+from klamp.numerics import Divergence, StraightThrough, bregman, with_slope
 
 __all__ = [
     "absolute",
@@ -43,13 +44,17 @@ __all__ = [
 
 Estimator = Callable[..., Tensor]
 
-# Below this |d|, expm1(-d) + d loses its leading digits to cancellation and the series takes over. At 0.01 the
-# cancellation costs 2e-5 relative in float32 and 4e-14 in float64; the series' first left-out term is 4e-14.
-SERIES_BELOW = 0.01
-
 
 def k1(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """``d``. Unbiased for KL(π‖ref) on samples of π; negative wherever the reference likes the token better."""
+    """``d``. Unbiased for KL(π‖ref) on samples of π; negative wherever the reference likes the token better.
+
+    Args:
+        logp: log-probs of the sampled tokens under π.
+        ref_logp: the same under ref, in the same shape and dtype.
+
+    Returns:
+        Nats per token, in the shape of ``logp``.
+    """
     logp, ref_logp = _pair(logp, ref_logp)
     return logp - ref_logp
 
@@ -58,6 +63,14 @@ def k2(logp: Tensor, ref_logp: Tensor, *, tail: float | None = None) -> Tensor:
     """``d² / 2``. Biased in value, equal to KL(π‖ref) to second order; in a loss its gradient is that of KL(π‖ref).
 
     ``tail=5.0`` continues it linearly beyond ``|d| = 5``.
+
+    Args:
+        logp: log-probs of the sampled tokens under π.
+        ref_logp: the same under ref, in the same shape and dtype.
+        tail: where the linear continuation begins, as a log-ratio in nats. None: the formula everywhere.
+
+    Returns:
+        Nats per token, in the shape of ``logp``.
     """
     d = k1(logp, ref_logp)
     return _continued(d, tail, lambda x: 0.5 * x * x, lambda x: x)
@@ -67,20 +80,46 @@ def k3(logp: Tensor, ref_logp: Tensor, *, tail: float | None = None) -> Tensor:
     """``expm1(-d) + d``. Unbiased for KL(π‖ref) on samples of π, never negative; in a loss it descends KL(ref‖π).
 
     ``tail=5.0`` continues it linearly beyond ``|d| = 5``, with the slopes ``1 - e^-5`` and ``1 - e^5``.
+
+    Args:
+        logp: log-probs of the sampled tokens under π.
+        ref_logp: the same under ref, in the same shape and dtype.
+        tail: where the linear continuation begins, as a log-ratio in nats. None: the formula everywhere.
+
+    Returns:
+        Nats per token, in the shape of ``logp``.
     """
     d = k1(logp, ref_logp)
-    return _continued(d, tail, _bregman, lambda x: -torch.expm1(-x))
+    return _continued(d, tail, bregman, lambda x: -torch.expm1(-x))
 
 
 def absolute(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """``|d|``. Not a KL estimate: it is of the order of its square root, and its gradient does not vanish at ref."""
+    """``|d|``. Not a KL estimate: it is of the order of its square root, and its gradient does not vanish at ref.
+
+    Args:
+        logp: log-probs of the sampled tokens under π.
+        ref_logp: the same under ref, in the same shape and dtype.
+
+    Returns:
+        Nats per token, in the shape of ``logp``.
+    """
     d = k1(logp, ref_logp)
-    return _with_slope(d.abs(), d, d.sign())
+    return with_slope(d.abs(), d, d.sign())
 
 
 def k3_clamped(logp: Tensor, ref_logp: Tensor, limit: float = 10.0) -> Tensor:
-    """``clamp(k3, ±limit)``, as ROLL and verl have it. Biased low, and beyond the limit no gradient: the tokens that
-    drifted most are let go. ``k3(tail=...)`` keeps pulling."""
+    """``clamp(k3, ±limit)``, as in ROLL and verl. Biased low.
+
+    It has no gradient beyond the limit, where the tokens are that drifted most. ``k3(tail=...)`` has one.
+
+    Args:
+        logp: log-probs of the sampled tokens under π.
+        ref_logp: the same under ref, in the same shape and dtype.
+        limit: the largest value, in nats.
+
+    Returns:
+        Nats per token, in the shape of ``logp``.
+    """
     require_number("k3_clamped.limit", limit, above=0, way_out="It bounds a value in nats; ROLL uses 10.")
     return k3(logp, ref_logp).clamp(-limit, limit)
 
@@ -90,38 +129,78 @@ def r_log_r(logp: Tensor, ref_logp: Tensor) -> Tensor:
 
     On samples of the policy the density ratio counts twice: three times the KL for small drifts and far worse after,
     ``3 e^(2 KL)`` times it where the log-ratio is Gaussian.
+
+    Args:
+        logp: log-probs of the sampled tokens under π.
+        ref_logp: the same under ref, in the same shape and dtype.
+
+    Returns:
+        Nats per token, in the shape of ``logp``.
     """
     d = k1(logp, ref_logp)
     ratio = d.exp()
-    return _with_slope(ratio * d, d, ratio * (1 + d))
+    return with_slope(ratio * d, d, ratio * (1 + d))
 
 
 def chi2_minus_kl(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """``expm1(d) - d``: trlx's statistic. On samples of π it estimates χ²(π‖ref) − KL(π‖ref), not a KL; it is here for
-    people who must reproduce old dashboards."""
+    """``expm1(d) - d``: trlx's statistic. On samples of π it estimates χ²(π‖ref) − KL(π‖ref), which is not a KL.
+
+    It is here to reproduce old dashboards.
+
+    Args:
+        logp: log-probs of the sampled tokens under π.
+        ref_logp: the same under ref, in the same shape and dtype.
+
+    Returns:
+        Nats per token, in the shape of ``logp``.
+    """
     d = k1(logp, ref_logp)
-    return _with_slope(_bregman(-d), d, torch.expm1(d))
+    return with_slope(bregman(-d), d, torch.expm1(d))
 
 
 def exact(logits: Tensor, ref_logits: Tensor) -> Tensor:
     """``Σ_v π_v (log π_v - log ref_v)`` over the last axis: KL(π‖ref) itself at each prefix, never negative.
 
-    Logits or log-probs, [..., V]. A token that π excludes (−inf) costs nothing; one that only ref excludes costs ∞.
+    A token that π excludes (−inf) costs nothing; one that only ref excludes costs ∞.
+
+    Args:
+        logits: logits or log-probs [..., V] of π. −inf excludes a token.
+        ref_logits: the same of ref.
+
+    Returns:
+        Nats per position, [...].
     """
     logits, ref_logits = _pair(logits, ref_logits, ("logits", "ref_logits"))
-    return cast(Tensor, _Divergence.apply(logits, ref_logits))  # type: ignore[no-untyped-call]
+    return cast(Tensor, Divergence.apply(logits, ref_logits))  # type: ignore[no-untyped-call]
 
 
 def exact_forward(logits: Tensor, ref_logits: Tensor) -> Tensor:
-    """``Σ_v ref_v (log ref_v - log π_v)`` over the last axis: KL(ref‖π), the other direction."""
+    """``Σ_v ref_v (log ref_v - log π_v)`` over the last axis: KL(ref‖π), the other direction.
+
+    Args:
+        logits: logits or log-probs [..., V] of π. −inf excludes a token.
+        ref_logits: the same of ref.
+
+    Returns:
+        Nats per position, [...].
+    """
     logits, ref_logits = _pair(logits, ref_logits, ("logits", "ref_logits"))
-    return cast(Tensor, _Divergence.apply(ref_logits, logits))  # type: ignore[no-untyped-call]
+    return cast(Tensor, Divergence.apply(ref_logits, logits))  # type: ignore[no-untyped-call]
 
 
 def top_k_exact(logits: Tensor, ref_logits: Tensor, tokens: Tensor, k: int = 16) -> Tensor:
     """``Σ_{v∈K} π_v (log π_v - log ref_v) + [a∉K] d_a``, K the k likeliest tokens of π: unbiased, less noisy than k1.
 
-    For measuring and steering; its gradient is not that of a KL, and the placements refuse it.
+    For measuring and steering. Its gradient is not that of a KL, and the placements refuse it.
+
+    Args:
+        logits: logits or log-probs [..., V] of π.
+        ref_logits: the same of ref.
+        tokens: ids of the sampled tokens, [...].
+        k: how many of the likeliest tokens are summed.
+
+    Returns:
+        Nats per position, [...].
     """
     logits, ref_logits = _pair(logits, ref_logits, ("logits", "ref_logits"))
     if tokens.is_floating_point() or tuple(tokens.shape) != tuple(logits.shape[:-1]):
@@ -139,11 +218,19 @@ def top_k_exact(logits: Tensor, ref_logits: Tensor, tokens: Tensor, k: int = 16)
 
 
 def fitted(logp: Tensor, ref_logp: Tensor, mask: Tensor | None = None) -> Tensor:
-    """``k1 + λ (r - 1)``, ``r = e^-d``, with λ fitted on the other half of the batch: unbiased, never much worse than
-    the better of k1 (λ = 0) and k3 (λ = 1).
+    """``k1 + λ (r - 1)``, ``r = e^-d``, with λ fitted on the other half of the batch: unbiased.
 
+    It is never much worse than the better of k1 (λ = 0) and k3 (λ = 1).
     The halves are the even and the odd rows ([T] input: the even and odd entries). A half whose partner cannot fit a
     λ uses 1. For measuring and steering only: the placements refuse it.
+
+    Args:
+        logp: log-probs of the sampled tokens under π.
+        ref_logp: the same under ref, in the same shape and dtype.
+        mask: True where a token counts. None: everywhere.
+
+    Returns:
+        Nats per token, in the shape of ``logp``.
     """
     d = k1(logp, ref_logp)
     keep = as_mask(mask, d)
@@ -153,7 +240,7 @@ def fitted(logp: Tensor, ref_logp: Tensor, mask: Tensor | None = None) -> Tensor
     even = rows.view(-1, *([1] * (d.dim() - 1))).expand_as(keep)
     from_odd, from_even = _control_variate(d, gap, keep & ~even), _control_variate(d, gap, keep & even)
     # k3 plus what λ differs from 1: the same number as k1 + λ (r - 1), with its digits near d = 0.
-    kl: Tensor = _bregman(d) + (torch.where(even, from_odd, from_even) - 1) * gap
+    kl: Tensor = bregman(d) + (torch.where(even, from_odd, from_even) - 1) * gap
     return kl
 
 
@@ -170,15 +257,26 @@ def weighted(
 
     For k3 its gradient is ``w d`` times the score: KL(π‖ref), token by token. ``detach_weight`` holds the weight
     constant, which gives k2 that same gradient. ``tail=5.0`` continues k2 and k3 linearly beyond that log-ratio and
-    keeps the log-weight inside ±5, so that value and gradient stay finite and keep pulling.
+    keeps the log-weight inside ±5, so that value and gradient stay finite and do not vanish.
+
+    Args:
+        estimator: k1, k2, k3 or another function of ``(logp, ref_logp)``, or its name.
+        logp: log-probs of the sampled tokens under π.
+        old_logp: the same under μ.
+        ref_logp: the same under ref.
+        detach_weight: whether the weight is a constant.
+        tail: where the linear continuation begins, as a log-ratio in nats; for k2 and k3.
+
+    Returns:
+        Nats per token, in the shape of ``logp``.
     """
     k = _sampled("weighted", estimator)
     log_weight = torch.sub(*_pair(logp, old_logp, ("logp", "old_logp")))
     if tail is None:
         weight, kl = log_weight.exp(), k(logp, ref_logp)
-        value = _with_slope(weight * kl, kl, weight)
+        value = with_slope(weight * kl, kl, weight)
         # ∇(w k) = w ∇k + w k ∇log w; the second part has the value 0.
-        return value if detach_weight else value + _with_slope(torch.zeros_like(kl), log_weight, weight * kl)
+        return value if detach_weight else value + with_slope(torch.zeros_like(kl), log_weight, weight * kl)
     if k not in (k2, k3):
         raise ConfigError(f"weighted(tail=...) is for k2 and k3, got {_name(k)!r}. Leave tail out for the formula.")
     edge = _edge(tail)
@@ -189,7 +287,7 @@ def weighted(
     # ∇(w k) = w (k + k') s. For k3 that is w d s, but as the difference of two numbers of the size of e^|d|.
     pull = k1(logp, ref_logp).clamp(-edge, edge)
     slope = weight * (pull if k is k3 else k2(logp, ref_logp, tail=edge) + pull)
-    return _with_slope(value, wide("logp", logp), slope.detach())
+    return with_slope(value, wide("logp", logp), slope.detach())
 
 
 @overload
@@ -200,10 +298,17 @@ def straight_through(value: Tensor | Estimator, gradient: Tensor | Estimator) ->
     """The value of one estimator with the gradient of another, of two tensors or of two estimators.
 
     ``straight_through(k3, k2)`` is verl's ``k3+``; with ``w.detach() * k2`` it is OpenRLHF's unbiased option.
+
+    Args:
+        value: what the result is equal to.
+        gradient: what the result is differentiated as.
+
+    Returns:
+        A tensor for two tensors, an estimator for two estimators.
     """
     if isinstance(value, Tensor) and isinstance(gradient, Tensor):
         same_shape(value=value, gradient=gradient)
-        return cast(Tensor, _StraightThrough.apply(value, gradient))  # type: ignore[no-untyped-call]
+        return cast(Tensor, StraightThrough.apply(value, gradient))  # type: ignore[no-untyped-call]
     if callable(value) and callable(gradient):
         f, g = value, gradient
 
@@ -239,8 +344,14 @@ ALIASES = {"kl": "k1", "mse": "k2", "abs": "absolute", "full": "exact", "low_var
 
 
 def estimator(name: str) -> Estimator:
-    """The estimator of that name, klamp's or another system's (``kl mse abs full low_var_kl``); ``+`` behind a name
-    keeps its value and takes the gradient of k2, as in verl."""
+    """The estimator of that name, klamp's or another system's (``kl mse abs full low_var_kl``).
+
+    Args:
+        name: the name. A ``+`` behind it keeps the value and takes the gradient of k2, as in verl.
+
+    Returns:
+        The function.
+    """
     plain = str(name).removesuffix("+")
     found = ESTIMATORS.get(ALIASES.get(plain, plain))
     if found is None:
@@ -286,31 +397,7 @@ def _continued(
     inside = d if tail is None else d.clamp(-_edge(tail), _edge(tail))
     steepness = slope(inside)
     value = f(inside) if tail is None else f(inside) + steepness * (d - inside)
-    return _with_slope(value, d, steepness)
-
-
-def _bregman(d: Tensor) -> Tensor:
-    """``e^-d - 1 + d`` with full relative precision at any d, so never negative."""
-    small = d.abs() < SERIES_BELOW
-    x = torch.where(small, d, torch.zeros_like(d))
-    series = x * x * (1 / 2 - x * (1 / 6 - x * (1 / 24 - x * (1 / 120 - x / 720))))
-    x = torch.where(small, torch.ones_like(d), d)
-    return torch.where(small, series, torch.expm1(-x) + x)
-
-
-def _divergence(logp: Tensor, logq: Tensor) -> Tensor:
-    """``Σ_v p_v (e^-δ_v - 1 + δ_v)``, ``δ = log p - log q``: KL(p‖q) as a sum of terms that are never negative.
-
-    Equal to ``Σ p δ`` because ``Σ p = Σ q``, but without its cancellation: near p = q it keeps its digits.
-    """
-    p = logp.exp()
-    supported = p > 0
-    delta = torch.where(supported, logp - logq, torch.zeros_like(logp))
-    near = delta.abs() < SERIES_BELOW
-    far_delta = torch.where(near, torch.zeros_like(delta), delta)
-    far = logq.exp() - p + torch.where(supported, p * far_delta, torch.zeros_like(p))
-    close = p * _bregman(torch.where(near, delta, torch.zeros_like(delta)))
-    return torch.where(near & supported, close, far).sum(-1)
+    return with_slope(value, d, steepness)
 
 
 def _control_variate(d: Tensor, gap: Tensor, keep: Tensor) -> Tensor:
@@ -324,76 +411,3 @@ def _control_variate(d: Tensor, gap: Tensor, keep: Tensor) -> Tensor:
     rounding = 8 * torch.finfo(gap.dtype).eps
     told = torch.isfinite(fit) & (variance > rounding**2 * select(gap * gap, keep).sum())
     return torch.where(told, fit, torch.ones_like(fit)).detach()
-
-
-def _with_slope(value: Tensor, x: Tensor, slope: Tensor) -> Tensor:
-    """``value`` with the derivative ``slope`` with respect to ``x``; where no gradient comes in, none goes out."""
-    return cast(Tensor, _Slope.apply(value.detach(), x, slope))  # type: ignore[no-untyped-call]
-
-
-def _masked_product(grad: Tensor, slope: Tensor) -> Tensor:
-    """``grad · slope``, and 0 where ``grad`` is 0: there 0 · inf would be NaN."""
-    return torch.where(grad == 0, torch.zeros_like(slope), grad * slope)
-
-
-class _StraightThrough(torch.autograd.Function):
-    """Exact, where ``a - a.detach() + b.detach()`` loses the digits of the smaller number."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(value: Tensor, gradient: Tensor) -> Tensor:
-        return value.detach().clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, grad
-
-
-class _Slope(torch.autograd.Function):
-    """A value with a given derivative with respect to ``x``; a slope with a graph of its own gives second ones."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(value: Tensor, x: Tensor, slope: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(inputs[2])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
-        (slope,) = ctx.saved_tensors
-        return None, _masked_product(grad, slope), None
-
-
-class _Divergence(torch.autograd.Function):
-    """KL(p‖q) of two rows of logits, with ``∇ = p (δ - KL)`` and ``q - p``; only the logits are kept for it."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(logits: Tensor, others: Tensor) -> Tensor:
-        return _divergence(logits.log_softmax(-1), others.log_softmax(-1))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        logp, logq = (x.log_softmax(-1) for x in ctx.saved_tensors)
-        p, grad = logp.exp(), grad.unsqueeze(-1)
-        first = second = None
-        if ctx.needs_input_grad[0]:
-            delta = torch.where(p > 0, logp - logq, torch.zeros_like(p))
-            first = _masked_product(grad, p * (delta - (p * delta).sum(-1, keepdim=True)))
-        if ctx.needs_input_grad[1]:
-            second = _masked_product(grad, logq.exp() - p)
-        return first, second

@@ -71,7 +71,14 @@ def sum_count(
 ) -> tuple[Tensor, Tensor]:
     """``(sum, count)`` whose quotient is the mean of ``x`` in the unit ``per``; add both over ranks, then divide.
 
-    Rows without a counted token are left out of ``sequence`` and ``sequence_mean`` unless ``count_empty``.
+    Args:
+        x: values per token, [B, T].
+        mask: True where a token counts. None: everywhere.
+        per: the unit.
+        count_empty: whether rows without a counted token count as zeros. Otherwise they are left out.
+
+    Returns:
+        Two tensors of one number each.
     """
     check_unit("per", per)
     x = wide("x", x)
@@ -90,6 +97,16 @@ def sum_count(
 
 
 def mean(x: Tensor, mask: Tensor | None = None, per: Unit = "token", count_empty: bool = False) -> Tensor:
-    """``sum / count`` of :func:`sum_count`; 0 where nothing counts."""
+    """``sum / count`` of :func:`sum_count`; 0 where nothing counts.
+
+    Args:
+        x: values per token, [B, T].
+        mask: True where a token counts. None: everywhere.
+        per: the unit.
+        count_empty: whether rows without a counted token count as zeros. Otherwise they are left out.
+
+    Returns:
+        A tensor of one number.
+    """
     total, count = sum_count(x, mask, per=per, count_empty=count_empty)
     return total / count.clamp(min=1)

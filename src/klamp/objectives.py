@@ -26,8 +26,16 @@ def group_advantages(
 ) -> Tensor:
     """``(r - mean of its group) / (std of its group + eps)``, [B]: GRPO's advantages, on the task reward alone.
 
-    ``std=False`` leaves the scale alone (Dr. GRPO). The variance is over ``n - correction``: 1 as in TRL, 0 for the
-    population's, as in ART. Rows where ``valid`` is False take no part and get 0.
+    Args:
+        rewards: one reward per sequence, [B]; the sequences of a prompt stand next to each other.
+        group_size: sequences per prompt.
+        std: whether to divide by the standard deviation (False: Dr. GRPO).
+        valid: [B], False for rows that take no part and get 0.
+        eps: added to the standard deviation.
+        correction: the variance is over ``n - correction``: 1 as in TRL, 0 as in ART.
+
+    Returns:
+        Advantages [B].
     """
     rewards = wide("rewards", rewards)
     if group_size < 1 or rewards.shape[0] % group_size:
@@ -45,7 +53,16 @@ def group_advantages(
 
 
 def to_go(x: Tensor, mask: Tensor | None = None, gamma: float = 1.0) -> Tensor:
-    """``Σ_{u>=t} γ^{u-t} x_u`` over the counted tokens."""
+    """``Σ_{u>=t} γ^{u-t} x_u`` over the counted tokens.
+
+    Args:
+        x: values per token, [B, T].
+        mask: True where a token counts. None: everywhere.
+        gamma: the discount γ.
+
+    Returns:
+        Sums [B, T].
+    """
     x = select(wide("x", x), as_mask(mask, x))
     if gamma == 1.0:
         return x.flip(-1).cumsum(-1).flip(-1)
@@ -61,7 +78,17 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Advantages ``Σ (γλ)^k δ_{t+k}``, ``δ_t = r_t + γ V_{t+1} - V_t``, and returns ``A + V`` (Schulman et al. 2016).
 
-    Tokens outside the mask are stepped over: the value after a tool's output follows the value before it.
+    Tokens outside the mask are skipped: the value after a tool's output follows the value before it.
+
+    Args:
+        rewards: rewards per token, [B, T].
+        values: values of the states before each token, [B, T].
+        mask: True where a token counts. None: everywhere.
+        gamma: the discount γ.
+        lam: λ.
+
+    Returns:
+        (advantages, returns), each [B, T].
     """
     same_shape(rewards=rewards, values=values)
     keep = as_mask(mask, rewards)
@@ -78,7 +105,16 @@ def gae(
 
 
 def whiten(x: Tensor, mask: Tensor | None = None, *, moments: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """``(x - mean) / std`` over the counted tokens; ``moments`` gives (mean, variance) of a batch in parts."""
+    """``(x - mean) / std`` over the counted tokens.
+
+    Args:
+        x: values per token, [B, T].
+        mask: True where a token counts. None: everywhere.
+        moments: (mean, variance) of the whole batch, where it comes in parts. None: computed from ``x``.
+
+    Returns:
+        [B, T], 0 outside the mask.
+    """
     x = wide("x", x)
     keep = as_mask(mask, x)
     values = select(x, keep)
@@ -101,9 +137,17 @@ def policy_loss(
 ) -> Tensor:
     """``-min(r A, clip(r, 1-lo, 1+hi) A) - r A'`` per token, ``r = e^(logp - old_logp)`` (PPO, Schulman et al. 2017).
 
-    ``unclipped`` is A': the KL still to come of ``sequence_exact``, which a clip must not let go. ``cispo`` gives
-    ``-sg[clip(r, 1-lo, 1+hi)] A logp`` instead (MiniMax 2025): the ratio is a constant weight, so that a token beyond
-    the clip keeps its gradient.
+    Args:
+        logp: log-probs of the tokens under π, [B, T].
+        old_logp: the same under the sampler.
+        advantages: A, [B, T].
+        clip: (lo, hi). None: no clip.
+        unclipped: A', [B, T]: the future part of ``sequence_exact``, which must stay outside the clip.
+        cispo: ``-sg[clip(r, 1-lo, 1+hi)] A logp`` instead (MiniMax 2025). The ratio is then a constant weight, and a
+            token beyond the clip keeps its gradient.
+
+    Returns:
+        Loss per token, [B, T].
     """
     same_shape(logp=logp, old_logp=old_logp, advantages=advantages, unclipped=unclipped)
     ratio = (wide("logp", logp) - wide("old_logp", old_logp)).exp()
@@ -120,7 +164,17 @@ def policy_loss(
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None = 0.2) -> Tensor:
-    """``½ max((V - R)², (V_clipped - R)²)`` per token, ``V_clipped`` within ``clip`` of the old value."""
+    """``½ max((V - R)², (V_clipped - R)²)`` per token, ``V_clipped`` within ``clip`` of the old value.
+
+    Args:
+        values: V, [B, T].
+        old_values: the values when the tokens were sampled.
+        returns: R, [B, T].
+        clip: how far V may move from the old value before it stops paying. None: no clip.
+
+    Returns:
+        Loss per token, [B, T].
+    """
     same_shape(values=values, old_values=old_values, returns=returns)
     loss = (values - returns) ** 2
     if clip is not None:

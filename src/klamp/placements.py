@@ -34,7 +34,16 @@ Price = float | Tensor
 def in_reward(rewards: Tensor, kl: Tensor, beta: Price, mask: Tensor | None = None) -> Tensor:
     """``r_t - beta · kl_t``. With k1 of the current policy and returns to go (γ = λ = 1): the sequence's gradient.
 
-    Anything but k1 here loses the local pull: see :func:`check`.
+    Any other estimator loses the local part of the gradient here: see :func:`check`.
+
+    Args:
+        rewards: rewards per token, [B, T].
+        kl: KL per token, [B, T]. It is detached.
+        beta: the price, a number or a tensor of one.
+        mask: True where a token counts. None: everywhere.
+
+    Returns:
+        Rewards [B, T] to compute returns or advantages from.
     """
     rewards, kl, keep = _per_token("rewards", rewards, kl, mask)
     return torch.where(keep, rewards - _price(beta) * select(kl.detach(), keep), rewards)
@@ -51,8 +60,16 @@ def in_advantage(
 ) -> Tensor:
     """``A_t + beta · (mean(kl) - kl_t)`` over the counted tokens (ART's form): the token-local gradient of KL(π‖ref).
 
-    ``centre`` takes the mean over the batch, over each sequence, or takes none. ``mean`` gives it from outside: the
-    global mean, when the batch is spread over processes or micro-batches.
+    Args:
+        advantages: advantages per token, [B, T], already normalised.
+        kl: KL per token, [B, T]. It is detached.
+        beta: the price, a number or a tensor of one.
+        mask: True where a token counts. None: everywhere.
+        centre: the mean over the ``"batch"``, over each ``"sequence"``, or ``"none"``.
+        mean: the mean, where the batch is spread over processes or micro-batches. None: computed from ``kl``.
+
+    Returns:
+        Advantages [B, T].
     """
     advantages, kl, keep = _per_token("advantages", advantages, kl, mask)
     kl = select(kl.detach(), keep)
@@ -75,7 +92,14 @@ def in_advantage(
 def in_loss(kl: Tensor, beta: Price, mask: Tensor | None = None, *, count: Price | None = None) -> Tensor:
     """``beta · Σ kl_t / count``: the mean over counted tokens that is added to the loss; 0 where nothing counts.
 
-    ``count`` gives the denominator from outside: the step's global token count, when the batch comes in parts.
+    Args:
+        kl: KL per token, [B, T], differentiable.
+        beta: the price, a number or a tensor of one.
+        mask: True where a token counts. None: everywhere.
+        count: the step's global token count, where the batch comes in parts. None: the counted tokens.
+
+    Returns:
+        A tensor of one number.
     """
     total, own = sum_count(kl, mask)
     if count is not None and not isinstance(count, Tensor):
@@ -109,16 +133,23 @@ def sequence_exact(
 ) -> SequenceKL:
     """``Σ_t w_{<t} ∇KL_t + Σ_t s_t Σ_{u>t} w_{<u} KL_u``: the gradient of KL(π‖ref) of the sequence, on samples of μ.
 
-    ``kl`` is the exact KL of each position, differentiable. ``w_t = e^(logp - old_logp)`` and ``w_{<u}`` is their
-    product before u; without ``old_logp`` the samples are the policy's own and all weights are 1. ``max_weight``
-    truncates the products (None: exact, unbiased, with the variance that products of ratios have). A tool's tokens in
-    the middle, masked, weigh 1 and cost nothing.
+    ``w_t = e^(logp - old_logp)``, and ``w_{<u}`` is their product before u. Masked tokens in the middle of a sequence,
+    such as a tool's output, weigh 1 and cost nothing.
 
-    ``objective`` is what the advantage goes into. ``"ratio"``: a loss ``-w_t A_t``, which multiplies by ``w_t`` once
-    more, so the future enters as ``w_{<u} / w_t``. ``"score"``: a loss ``-A_t logp_t``, where it enters as ``w_{<u}``.
+    Args:
+        kl: exact KL of each position, [B, T], differentiable.
+        beta: the price, a number or a tensor of one.
+        mask: True where a token counts. None: everywhere.
+        logp: log-probs of the sampled tokens under π, with ``old_logp``.
+        old_logp: the same under μ. None: the samples are the policy's own and all weights are 1.
+        max_weight: largest product of ratios. None: no limit, unbiased, with the variance of such products.
+        baseline: [B, T], an estimate of the KL after t made without this sequence's tokens from t on. It lowers the
+            variance and leaves the mean alone. ``"position"``: the mean of the other sequences.
+        objective: the loss that the advantage goes into. ``"ratio"``: ``-w_t A_t``, which multiplies by ``w_t`` once
+            more, so the future enters as ``w_{<u} / w_t``. ``"score"``: ``-A_t logp_t``, where it enters as ``w_{<u}``.
 
-    ``baseline`` [B, T] is an estimate of the KL still to come after t, made without looking at this sequence's tokens
-    from t on; it lowers the variance and leaves the mean alone. ``"position"`` takes the mean of the other sequences.
+    Returns:
+        The local part for the loss, the future part for the advantages, and the weights.
     """
     kl = wide("kl", kl)
     keep = as_mask(mask, kl)
@@ -281,8 +312,17 @@ ANYWHERE = {
 def check(estimator: object, placement: object, *, allow_biased: bool = False) -> Pair:
     """The pair's verdict; a pair that does not descend KL(π‖ref) is refused with the reason and the pair to use.
 
-    Names or functions. ``weighted_k3`` is ``weighted(k3, ...)``, ``detached_weight_k2`` is ``weighted(k2, ...,
-    detach_weight=True)``. ``allow_biased`` returns the verdict of a refused pair, for reproducing other systems.
+    Args:
+        estimator: a name or a function. ``weighted_k3`` is ``weighted(k3, ...)``, ``detached_weight_k2`` is
+            ``weighted(k2, ..., detach_weight=True)``.
+        placement: a name or a function.
+        allow_biased: return the verdict of a refused pair instead of raising, to reproduce other systems.
+
+    Returns:
+        The pair, with what it descends on-policy and off-policy.
+
+    Raises:
+        ConfigError: the pair is refused; the message names the pair to use.
     """
     pair = _verdict(_estimator_name(estimator), _placement_name(placement))
     if pair.accepted or allow_biased:

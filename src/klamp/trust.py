@@ -42,7 +42,16 @@ class Gap(NamedTuple):
 
 
 def gap(logp: Tensor, sampler_logp: Tensor, keep: Tensor | None = None) -> Gap:
-    """KL(μ‖π) by k1 and k3 on the sampler's own tokens, with the mean and the largest difference of log-probs."""
+    """KL(μ‖π) by k1 and k3 on the sampler's own tokens, with the mean and the largest difference of log-probs.
+
+    Args:
+        logp: log-probs of the tokens under the trainer's π, [B, T].
+        sampler_logp: the same under the sampler's μ; NaN where it is not known.
+        keep: True where a token counts. None: everywhere.
+
+    Returns:
+        Sums, and the number of tokens to divide them by.
+    """
     counted = as_mask(keep, logp) & torch.isfinite(sampler_logp)
     d = _log_ratio(logp, sampler_logp, counted)
     size = d.abs()
@@ -51,7 +60,16 @@ def gap(logp: Tensor, sampler_logp: Tensor, keep: Tensor | None = None) -> Gap:
 
 
 def weights(logp: Tensor, sampler_logp: Tensor, keep: Tensor | None = None) -> Tensor:
-    """``w_t = e^(logp - sampler_logp)``, [B, T]; 1 outside ``keep`` and where the sampler's log-prob is not known."""
+    """``w_t = e^(logp - sampler_logp)``, [B, T]; 1 outside ``keep`` and where the sampler's log-prob is not known.
+
+    Args:
+        logp: log-probs of the tokens under the trainer's π, [B, T].
+        sampler_logp: the same under the sampler's μ; NaN where it is not known.
+        keep: True where a token counts. None: everywhere.
+
+    Returns:
+        Weights [B, T], detached.
+    """
     counted = as_mask(keep, logp) & torch.isfinite(sampler_logp)
     return _log_ratio(logp, sampler_logp, counted).exp()
 
@@ -63,6 +81,15 @@ def truncate(
 
     Per token the variance stays small and the ratio of the prefixes is left out; per sequence it is included, and the
     product of many ratios is truncated more often.
+
+    Args:
+        w: weights of :func:`weights`, [B, T].
+        limit: the largest weight.
+        per: one weight per token, or one per sequence.
+        keep: True where a token counts. None: everywhere.
+
+    Returns:
+        Weights [B, T], detached.
     """
     require_number("limit", limit, above=0, way_out="It bounds a weight; 2 is usual.")
     w = wide("w", w).detach()
@@ -95,6 +122,18 @@ def mask(
     ``side="both"`` leaves out every token beyond the limit. ``side="away"`` needs ``advantages`` and leaves out only
     those whose update would widen the difference: ``A > 0`` where ``π > μ`` and ``A < 0`` where ``π < μ`` (DPPO).
     A token whose sampler's log-prob is not known stays.
+
+    Args:
+        logp: log-probs of the tokens under the trainer's π, [B, T].
+        sampler_logp: the same under the sampler's μ; NaN where it is not known.
+        keep: True where a token counts. None: everywhere.
+        kind: how the difference is measured.
+        limit: the largest difference that stays.
+        side: which tokens beyond the limit are left out.
+        advantages: [B, T], for ``side="away"``.
+
+    Returns:
+        Booleans [B, T].
     """
     require_number(
         "limit", limit, above=1 if kind == "ratio" else 0, way_out="It is the largest difference that stays."
@@ -124,6 +163,13 @@ def replay(logits: Tensor, kept: Tensor) -> Tensor:
 
     A sampler that cuts by top-p draws from the kept tokens alone. Renormalised over the same set, the trainer's
     log-probs are those of the distribution that was drawn from; without it the mean ratio is the kept mass.
+
+    Args:
+        logits: the trainer's logits, [..., V].
+        kept: booleans [..., V], True for each token that the sampler could have drawn.
+
+    Returns:
+        Log-probs [..., V].
     """
     logits = wide("logits", logits)
     if kept.shape != logits.shape or kept.dtype != torch.bool:
@@ -155,8 +201,22 @@ def corrected_loss(
 
     ``w_t`` corrects for the sampler once, outside the clip. ``A'`` is the future part of ``sequence_exact`` with
     ``objective="score"``, which holds the sampler's weights already: ``ρ_t`` is 1 and passes its gradient on, so no
-    weight is counted twice. A token that does not stay loses its advantage; ``pays`` says whether it still pays its
-    price, in ``price`` (inside the clip: ``in_reward``, ``in_advantage``) and ``A'`` alike.
+    weight is counted twice. A token that does not stay loses its advantage.
+
+    Args:
+        logp: log-probs of the tokens under π, [B, T].
+        old_logp: the same under the trainer's policy before the update.
+        advantages: A, [B, T].
+        weights: w, [B, T].
+        stays: booleans [B, T] of :func:`mask`.
+        price: the price in the advantage (``in_reward``, ``in_advantage``), inside the clip.
+        unclipped: A', outside the clip.
+        pays: whether a token that does not stay still pays ``price`` and ``unclipped``.
+        clip: (lo, hi) of the ratio. None: no clip.
+        cispo: as in :func:`klamp.objectives.policy_loss`.
+
+    Returns:
+        Loss per token, [B, T].
     """
     same_shape(logp=logp, weights=weights, stays=stays, price=price)
     zero = torch.zeros_like(advantages)

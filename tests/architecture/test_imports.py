@@ -16,7 +16,7 @@ import klamp
 
 ROOT = Path(klamp.__file__).parent
 LAYERS = [
-    {"errors", "masked", "messages", "jsonl", "plain", "functions", "sharded"},
+    {"errors", "masked", "numerics", "messages", "jsonl", "plain", "functions", "sharded"},
     {"estimators", "controllers", "placements", "clamp", "objectives", "kernels", "trust"},
     {"compat", "audit", "monitor", "models", "references", "sampling"},
     {"train"},

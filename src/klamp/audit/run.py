@@ -21,7 +21,15 @@ Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def audit_matrix(seeds: Iterable[int] = range(20), *, watch: Callable[[str], None] | None = None) -> list[Finding]:
-    """Every row of the matrix over the worlds of ``seeds``; ``watch`` hears the name of each row as it starts."""
+    """What every known pair of estimator and placement descends: the rows of ``klamp audit``.
+
+    Args:
+        seeds: one random model per seed; a finding is the median over them.
+        watch: called with the name of each row as it starts.
+
+    Returns:
+        One finding per row.
+    """
     worlds = list(seeds)
     findings = []
     for name, (accepted, term) in ROWS.items():
@@ -34,8 +42,14 @@ def audit_matrix(seeds: Iterable[int] = range(20), *, watch: Callable[[str], Non
 def audit_function(loss: Loss, *, name: str | None = None, seeds: Iterable[int] = range(20)) -> Finding:
     """What ``loss(logp, ref_logp, old_logp, mask)`` descends, up to a constant factor: sums and means are both fine.
 
-    It is called with [N, T] float64 tensors that hold every sequence of a small model once. Only ``logp`` carries a
-    gradient; on-policy ``old_logp`` equals it.
+    Args:
+        loss: called with [N, T] float64 tensors that hold every sequence of a small model once; returns one number.
+            Only ``logp`` carries a gradient. On-policy, ``old_logp`` equals it.
+        name: its name in the finding. None: the function's own.
+        seeds: one random model per seed; the finding is the median over them.
+
+    Returns:
+        The finding.
     """
 
     def term(batch: Batch) -> Tensor:

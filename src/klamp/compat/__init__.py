@@ -72,5 +72,14 @@ def get_kl_controller(
 
 
 def kl_controller(init_kl_coef: float, target: float | None = None, horizon: float = 10_000) -> Stateful:
-    """A :class:`klamp.Stateful` by the same rule: Fixed when ``target`` is None, Ziegler otherwise."""
+    """A :class:`klamp.Stateful`: Fixed when ``target`` is None, Ziegler otherwise, as in ROLL, trlx and OpenRLHF.
+
+    Args:
+        init_kl_coef: the first price.
+        target: the KL target in nats, in whatever unit the KL is fed in.
+        horizon: Ziegler's horizon, in sequences.
+
+    Returns:
+        A controller with ``value``, ``update(current, n_steps)`` and ``state_dict()``.
+    """
     return get_kl_controller(init_kl_coef, target, horizon)

@@ -67,9 +67,24 @@ def token_stats(
     """log π(token), log ref(token), KL(π‖ref) over the vocabulary and the entropy, per token; logits never exist whole.
 
     Differentiable in ``logp``, ``kl`` and ``entropy`` with respect to hidden, head and bias, for any loss; the
-    reference is a constant. ``ref_head`` is ``head`` (and ``ref_bias`` ``bias``) unless given. With ``ref_logp`` in
-    place of ``ref_hidden`` there is no exact KL: ``kl`` is None. The backward pass computes the logits again, chunk
-    by chunk.
+    reference is a constant. The backward pass computes the logits again, chunk by chunk.
+
+    Args:
+        hidden: last hidden states of the policy, [..., H].
+        head: the matrix [V, H] that makes logits of them.
+        tokens: ids of the tokens that the rows predict, [...].
+        ref_hidden: last hidden states of the reference, [..., H].
+        ref_head: the reference's own head. None: ``head``.
+        ref_logp: log-probs of the reference in place of ``ref_hidden``; there is then no exact KL.
+        mask: True where a token counts. Other rows are never read. None: everywhere.
+        temperature: logits are divided by it.
+        softcap: cap of the logits, ``c · tanh(x / c)``. None: no cap.
+        logit_scale: logits are multiplied by it.
+        bias: [V], added to the policy's logits.
+        ref_bias: [V], added to the reference's. None: ``bias``, unless ``ref_head`` is given.
+
+    Returns:
+        Per-token tensors [...]; ``kl`` is None without ``ref_hidden``.
     """
     scaling = Scaling(temperature, softcap, logit_scale)
     work = _work(hidden, head, tokens, (ref_hidden, ref_head, ref_logp), mask, (bias, ref_bias), scaling)
@@ -109,14 +124,26 @@ def policy_loss(
 ) -> PolicyLoss:
     """``Σ_t [-min(r A, clip(r, 1-lo, 1+hi) A) - r A' + beta · w · K] / denominator``, its gradient computed on the way.
 
-    r is π/μ with ``old_logp`` of the sampler μ; without it the samples are the policy's own, r is 1 and its gradient
-    the score. ``clip=(lo, hi)``; None: no clip. A is ``advantages``, A' ``unclipped_advantages`` (where the KL still
-    to come of ``sequence_exact`` enters), w ``kl_weights``, each [...] or absent. K is ``form``: k2, k3,
-    ``weighted_k3`` (π/μ · k3, the weight differentiated), ``exact``, ``sequence_exact`` (exact, with the weights w of
-    the prefix), or None. ``tail`` continues k2 and k3 linearly beyond that log-ratio. ``denominator`` is the number
-    of counted tokens unless given: pass the step's global count where a batch comes in parts.
-
     ``beta``, the clip and everything per token are run-time values: steering never recompiles. Differentiable once.
+
+    Args:
+        hidden, head, tokens: as in :func:`token_stats`.
+        advantages: A, [...].
+        beta: the price.
+        form: K: k2, k3, ``weighted_k3`` (π/μ · k3, the weight differentiated), ``exact``, ``sequence_exact`` (exact,
+            with the weights w of the prefix), or None.
+        clip: (lo, hi). None: no clip.
+        old_logp: log-probs under the sampler μ, so that r = π/μ. None: the samples are the policy's own, r is 1 and
+            its gradient the score.
+        kl_weights: w, [...].
+        unclipped_advantages: A', [...]: the future part of ``sequence_exact``.
+        denominator: the step's global token count, where a batch comes in parts. None: the counted tokens.
+        tail: log-ratio beyond which k2 and k3 continue linearly.
+        ref_hidden, ref_head, ref_logp, mask, temperature, softcap, logit_scale, bias, ref_bias: as in
+            :func:`token_stats`.
+
+    Returns:
+        The loss and the statistics.
     """
     scaling = Scaling(temperature, softcap, logit_scale)
     work = _work(hidden, head, tokens, (ref_hidden, ref_head, ref_logp), mask, (bias, ref_bias), scaling)
@@ -144,8 +171,19 @@ def token_stats_from_logits(
 ) -> TokenStats:
     """:func:`token_stats` for models whose head is more than a linear map: from whole logits [..., V].
 
-    Same numbers and gradients; beyond the logits and their gradient only a chunk is allocated. Soft-capping and scales
-    are the model's own business here, temperature is not.
+    Same numbers and gradients; beyond the logits and their gradient only a chunk is allocated. Apply soft-capping and
+    scales before.
+
+    Args:
+        logits: the policy's logits, [..., V].
+        tokens: ids of the tokens that the rows predict, [...].
+        ref_logits: the reference's logits, [..., V].
+        ref_logp: log-probs of the reference in place of ``ref_logits``; there is then no exact KL.
+        mask: True where a token counts. None: everywhere.
+        temperature: logits are divided by it.
+
+    Returns:
+        Per-token tensors [...]; ``kl`` is None without ``ref_logits``.
     """
     return _from_logits(
         _ops(logits), logits, tokens, ref_logits=ref_logits, ref_logp=ref_logp, mask=mask, temperature=temperature
@@ -153,7 +191,14 @@ def token_stats_from_logits(
 
 
 def backend(device: torch.device | str = "cpu") -> str:
-    """``"eager"`` or ``"fused"``: which kernels work on this device runs on."""
+    """``"eager"`` or ``"fused"``: the kernels that are used on a device.
+
+    Args:
+        device: the device.
+
+    Returns:
+        The name.
+    """
     forced = _forced()
     return forced or ("fused" if torch.device(device).type == "cuda" and _has_triton() else "eager")
 

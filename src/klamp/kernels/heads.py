@@ -51,8 +51,13 @@ class HeadSpec:
 def head_of(model: nn.Module, probe: Tensor | None = None) -> HeadSpec | None:
     """The head of a causal language model, or None where its full logits must be used (:func:`why_full_logits`).
 
-    ``probe``, some token ids [B, T], runs the model once and compares its logits with the head's: the sure test for
-    architectures whose forward cannot be read from attributes.
+    Args:
+        model: a transformers model, or a peft model around one.
+        probe: token ids [B, T] on which to run the model once and compare its logits with the head's. This is the
+            test for architectures whose forward pass cannot be read from attributes.
+
+    Returns:
+        The head with its bias, soft cap and scale, or None.
     """
     found = _inspect(model)
     if isinstance(found, str) or probe is None:
@@ -61,7 +66,14 @@ def head_of(model: nn.Module, probe: Tensor | None = None) -> HeadSpec | None:
 
 
 def why_full_logits(model: nn.Module) -> str | None:
-    """The reason :func:`head_of` gives no head, in words; None where it gives one."""
+    """The reason why :func:`head_of` returns None for a model.
+
+    Args:
+        model: a transformers model, or a peft model around one.
+
+    Returns:
+        One sentence, or None where there is a head.
+    """
     found = _inspect(model)
     return found if isinstance(found, str) else None
 

@@ -126,11 +126,26 @@ def measure_kl(
 ) -> Measurement:
     """Exact KL(policy‖reference) and KL(reference‖policy) over prompts, with intervals, positions and a noise floor.
 
-    Both are a folder, a Hub id, a built-in name, a LoRA adapter's folder, or the folder of a run, which stands for its
-    newest checkpoint and brings what is left out: its base as the reference, its prompts, max_tokens (elsewhere 64),
-    temperature (1.0) and chat. Completions are sampled from the policy unless given; with ``url`` a vLLM server draws
-    them, which serves the policy as ``served``. ``out`` keeps the records in a folder and goes on from them when
-    interrupted.
+    A model is a folder, a Hub id, a built-in name, the folder of a LoRA adapter, or the folder of a run, which stands
+    for its newest checkpoint. A run also sets the arguments that are None: its base, prompts, lengths and chat.
+
+    Args:
+        policy, reference: the models. ``reference=None``: the base of the run or adapter.
+        prompts: texts or lists of messages.
+        completions: one text per prompt. None: sampled from the policy.
+        max_tokens, samples, temperature: of the completions; 64, 1 and 1.0 where no run says otherwise.
+        batch: prompts per block. It does not change the figures.
+        seed: of the samples.
+        chat: whether to apply the chat template. None: where the model has one.
+        device, dtype: as in ``klamp train``.
+        out: a folder for the records; an interrupted measurement continues from it.
+        maps: whether to keep the per-token figures for the page.
+        trust_remote_code: whether the models' own Python may run.
+        progress: called with (blocks done, blocks).
+        url, served: address of a vLLM server that samples, and the name under which it serves the policy.
+
+    Returns:
+        The figures.
     """
     asked = sides(policy, reference, prompts)
     policy, reference, prompts = asked.policy, asked.reference, asked.prompts
