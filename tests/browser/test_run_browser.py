@@ -11,9 +11,9 @@ import chrome
 import fabricated
 import pytest
 
-from klamp.experiments import records
 from klamp.report.page import render
 from klamp.report.write import runs_view
+from klamp.results import records
 
 pytestmark = pytest.mark.skipif(chrome.found() is None, reason="no chromium here: apt-get install chromium")
 SIZES = {

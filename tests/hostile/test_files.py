@@ -11,7 +11,7 @@ import pytest
 from klamp import jsonl
 from klamp.cli.measure import _completions
 from klamp.errors import ConfigError
-from klamp.experiments import records
+from klamp.results import records
 from klamp.train import data
 from klamp.train.config import TrainConfig
 from klamp.train.settings import LARGEST, from_yaml

@@ -25,7 +25,7 @@ from klamp.clamp import Clamped, GaugeState
 from klamp.cli import main
 from klamp.controllers import Hold
 from klamp.errors import ConfigError, KlampError
-from klamp.experiments import arms, over
+from klamp.experiments import arms, sweep_grammar
 from klamp.monitor import Monitor
 from klamp.plain import from_plain
 from klamp.train import data, rewards
@@ -66,9 +66,9 @@ NUMBER = NUMBER | st.floats().map(str) | st.integers().map(str) | TEXT
 @example("kl.beta=" + "1," * 5000)
 def test_sweep_expressions(text: str) -> None:
     with contextlib.suppress(KlampError):
-        axis = over.parse(text)
+        axis = sweep_grammar.parse(text)
         assert axis.values
-        name = over.folder({axis.field: axis.values[0]}, 0)
+        name = sweep_grammar.folder({axis.field: axis.values[0]}, 0)
         assert re.fullmatch(r"[A-Za-z0-9.=_+-]+", name)
         assert ".." not in name
 

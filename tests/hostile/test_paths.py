@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from klamp.errors import ConfigError, KlampError
-from klamp.experiments import over
+from klamp.experiments import sweep_grammar
 from klamp.experiments.folder import Folder
 from klamp.local_backend import LocalBackend, TrainableModel
 from klamp.measure.run import Settings, Store
@@ -106,8 +106,8 @@ def test_an_experiment_and_a_measurement_follow_no_link_out(tmp_path: Path) -> N
 
 
 def test_a_sweeps_folders_are_plain_whatever_is_swept() -> None:
-    axis = over.parse("prompts=../../etc/passwd,/abs,a\\b,~,\u202ex")
-    made = [over.folder({axis.field: value}, n) for n, value in enumerate(axis.values)]
+    axis = sweep_grammar.parse("prompts=../../etc/passwd,/abs,a\\b,~,\u202ex")
+    made = [sweep_grammar.folder({axis.field: value}, n) for n, value in enumerate(axis.values)]
     for name in made:
         assert Path(name).name == name
         assert not name.startswith((".", "/", "~"))

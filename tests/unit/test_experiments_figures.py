@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from klamp.errors import ConfigError, KlampError
-from klamp.experiments import records
 from klamp.experiments.arms import arm, coarse_constants, fine_constants, parse
 from klamp.experiments.compare import best_constant
-from klamp.experiments.figures import at_equal_kl, figures, first_entry, interval, paired
-from klamp.experiments.records import Record, Series
+from klamp.results import records
+from klamp.results.figures import at_equal_kl, figures, first_entry, interval, paired
+from klamp.results.records import Record, Series
 
 
 def made(kl: list[float], reward: list[float] | None = None, seed: int = 0, **more: list[float]) -> Record:

@@ -15,9 +15,9 @@ import pytest
 
 from klamp.experiments import sweep
 from klamp.experiments.compare import CompareConfig, run
-from klamp.experiments.pool import ExperimentError
-from klamp.experiments.verdict import judge
+from klamp.experiments.runner import ExperimentError
 from klamp.report import write_comparison, write_runs, write_sweep
+from klamp.results.verdict import judge
 
 pytestmark = pytest.mark.slow
 SMALL: dict[str, Any] = {"steps": 4, "seeds": 1, "prompts_per_step": 2, "group_size": 2, "max_tokens": 6, "lr": 3e-3}

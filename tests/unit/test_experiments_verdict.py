@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from klamp.experiments.compare import Comparison
-from klamp.experiments.figures import Interval
-from klamp.experiments.records import Record, Series
-from klamp.experiments.verdict import _no_worse, judge
+from klamp.results.figures import Interval
+from klamp.results.records import Record, Series
+from klamp.results.verdict import _no_worse, judge
 
 
 def run(kl: float, reward: float, perplexity: float, seed: int, noise: float = 0.02) -> Record:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from klamp.errors import ConfigError
-from klamp.experiments import records
-from klamp.experiments.figures import figures
 from klamp.report.view import View, chart_data, make_arm
+from klamp.results import records
+from klamp.results.figures import figures
 from klamp.train.runs import RunFolder
 
 STEPS, SPIKE = 50_000, 31_234

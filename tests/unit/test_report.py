@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from klamp.errors import ConfigError
-from klamp.experiments.figures import figures
-from klamp.experiments.records import Record, Series
 from klamp.report import page as page_module
 from klamp.report import write_runs
 from klamp.report.page import render
 from klamp.report.text import embed, escape, visible
 from klamp.report.view import LOOKS, View, curve, make_arm
+from klamp.results.figures import figures
+from klamp.results.records import Record, Series
 
 real_plotly = page_module.packed_plotly
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from klamp.experiments import records
 from klamp.report import page as page_module
 from klamp.report.page import PARTS, parts, render
 from klamp.report.view import chart_data, panels
 from klamp.report.write import runs_view
+from klamp.results import records
 
 
 @pytest.fixture(autouse=True)

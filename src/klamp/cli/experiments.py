@@ -27,8 +27,8 @@ def compare(
         jobs: Runs at a time; 0 for one a core, at most four a GPU.
     """
     from klamp.experiments import compare as comparing
-    from klamp.experiments import tables, verdict
     from klamp.report import write_comparison
+    from klamp.results import tables, verdict
 
     need_report()
     found = comparing.run(config, out, at_once=jobs)
@@ -73,8 +73,8 @@ def sweep(
         jobs: Runs at a time; 0 for one a core, at most four a GPU.
     """
     from klamp.experiments import sweep as sweeping
-    from klamp.experiments import tables
     from klamp.report import write_sweep
+    from klamp.results import tables
 
     plan = sweeping.SweepConfig(
         over=over or sweeping.USUAL_SWEEP,
@@ -101,8 +101,8 @@ def report(runs: tuple[Path, ...], /, *, out: Path | None = None) -> None:
         runs: Folders. Runs that differ in their seed alone are drawn as one arm with its spread.
         out: Where to write; report.html in the folder given, or here if there are several.
     """
-    from klamp.experiments import tables
     from klamp.report import write_runs
+    from klamp.results import tables
 
     tables.console().print(f"report: {write_runs(runs, out)}")
 

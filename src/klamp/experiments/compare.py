@@ -13,13 +13,14 @@ from typing import Any
 
 from klamp import models
 from klamp.experiments import arms as arm_set
-from klamp.experiments import jobs, pool, records
+from klamp.experiments import jobs, runner
 from klamp.experiments.arms import Arm
-from klamp.experiments.figures import Figures, figures
 from klamp.experiments.folder import Folder, read_settings
 from klamp.experiments.jobs import Job
 from klamp.experiments.plan import CompareConfig as CompareConfig
 from klamp.experiments.progress import Progress
+from klamp.results import records
+from klamp.results.figures import Figures, figures
 
 MAY_GROW = ("arms", "seeds", "oracle")
 
@@ -51,7 +52,7 @@ def run(config: CompareConfig, out: str | Path, *, at_once: int = 0) -> Comparis
     config = replace(config, model=models.canonical(config.model))
     config = _grown(config.resolved(), folder)
     chosen = arm_set.parse(config.arms, config.static_beta)
-    pool.check_asked(at_once)
+    runner.check_asked(at_once)
     _check_runs(config, chosen, folder)
     left_out = replace(config, target=None, per=None, lr=None).resolved()
     usual = {"target": left_out.target, "per": left_out.per, "lr": left_out.lr}
@@ -155,7 +156,7 @@ def _reference(config: CompareConfig, arm: Arm, folder: Folder) -> None:
     progress = Progress()
     with progress.live("reference", 1):
         job = _job(config, folder, arm, 0)
-        pool.run_local([job], kind="reference", at_once=1, logs=folder.logs, progress=progress)
+        runner.run_local([job], kind="reference", at_once=1, logs=folder.logs, progress=progress)
 
 
 def _train(config: CompareConfig, folder: Folder, wanted: Sequence[tuple[Arm, int]], at_once: int) -> None:
@@ -163,9 +164,9 @@ def _train(config: CompareConfig, folder: Folder, wanted: Sequence[tuple[Arm, in
     already = sum(records.last_step(run_folder(folder, a, s)) for a, s in todo)
     progress = Progress()
     with progress.live("compare", config.steps * len(todo), already):
-        pool.run_local(
+        runner.run_local(
             [_job(config, folder, a, s) for a, s in todo],
-            at_once=pool.processes(at_once, len(todo)),
+            at_once=runner.processes(at_once, len(todo)),
             logs=folder.logs,
             progress=progress,
         )

@@ -10,12 +10,13 @@ from typing import Any, Literal
 
 from klamp import models
 from klamp.errors import ConfigError, require_number
-from klamp.experiments import effect, jobs, on_ray, over, pool, records
-from klamp.experiments.figures import Figures, figures
+from klamp.experiments import jobs, ray_runner, runner, sweep_grammar, unused_fields
 from klamp.experiments.folder import Folder
 from klamp.experiments.jobs import Job
 from klamp.experiments.progress import Progress
-from klamp.experiments.tables import number
+from klamp.results import records
+from klamp.results.figures import Figures, figures
+from klamp.results.tables import number
 from klamp.train import data
 from klamp.train.config import KLConfig, TrainConfig
 from klamp.train.settings import from_yaml
@@ -57,11 +58,11 @@ class SweepConfig:
 
     def assigned(self) -> dict[str, Any]:
         """The fields of ``set``, the same for every run."""
-        return dict(over.assignment(text) for text in self.set)
+        return dict(sweep_grammar.assignment(text) for text in self.set)
 
     def points(self) -> list[dict[str, Any]]:
         """The fields that vary, a dictionary for each combination."""
-        return over.grid([over.parse(text) for text in self.over])
+        return sweep_grammar.grid([sweep_grammar.parse(text) for text in self.over])
 
 
 def _plan(model: str, steps: int) -> TrainConfig:
@@ -111,7 +112,7 @@ def pareto(points: Sequence[Point]) -> list[Point]:
 def run(config: SweepConfig, out: str | Path, *, engine: Engine = "local", at_once: int = 0) -> Sweep:
     """Every combination and seed, those already finished left alone; then what is on disk, read back."""
     folder = Folder(out)
-    pool.check_asked(at_once)
+    runner.check_asked(at_once)
     planned = plan(config, folder)
     # Fetched here, where its progress is seen and before the folder is claimed; the folder names what came.
     model = models.canonical(planned[0][2].model)
@@ -122,7 +123,7 @@ def run(config: SweepConfig, out: str | Path, *, engine: Engine = "local", at_on
     settings = asdict(config)
     folder.check("sweep", settings, may_grow=("seeds",))
     if engine == "ray":
-        on_ray.need_ray()
+        ray_runner.need_ray()
     models.resolve(model)
     with folder.claimed("sweep", settings, may_grow=("seeds",)):
         todo = [_job(config, folder, label, made) for label, _, made in planned if not _finished(made)]
@@ -130,14 +131,14 @@ def run(config: SweepConfig, out: str | Path, *, engine: Engine = "local", at_on
         if not folder.reference.is_file():
             first = _job(config, folder, planned[0][0], planned[0][2])
             with progress.live("reference", 1):
-                pool.run_local([first], kind="reference", at_once=1, logs=folder.logs, progress=progress)
+                runner.run_local([first], kind="reference", at_once=1, logs=folder.logs, progress=progress)
         already = sum(records.last_step(Path(job.config["run"])) for job in todo)
         with progress.live("sweep", sum(job.steps for job in todo), already):
             if engine == "ray":
-                on_ray.run_ray(todo, at_once=at_once, progress=progress)
+                ray_runner.run_ray(todo, at_once=at_once, progress=progress)
             else:
-                at_once = pool.processes(at_once, len(todo))
-                pool.run_local(todo, at_once=at_once, logs=folder.logs, progress=progress)
+                at_once = runner.processes(at_once, len(todo))
+                runner.run_local(todo, at_once=at_once, logs=folder.logs, progress=progress)
         return load(config, folder)
 
 
@@ -149,9 +150,9 @@ def plan(config: SweepConfig, folder: Folder) -> list[tuple[str, dict[str, Any],
     if twice:
         raise ConfigError(f"--set and --over both give {twice[0]}. Leave it out of --set.")
     for n, changes in enumerate(points):
-        label = over.label(changes)
+        label = sweep_grammar.label(changes)
         made = _made(base, {**assigned, **changes})
-        home = folder.runs / over.folder(changes, n)
+        home = folder.runs / sweep_grammar.folder(changes, n)
         # A seed that is swept over is the point's own; otherwise every point has the same few.
         seeds = [made.seed] if "seed" in changes else range(made.seed, made.seed + config.seeds)
         planned += [(label, changes, replace(made, seed=s, run=str(home / f"seed-{s}"))) for s in seeds]
@@ -169,14 +170,14 @@ def plan(config: SweepConfig, folder: Folder) -> list[tuple[str, dict[str, Any],
 
 def _made(base: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
     try:
-        return over.apply(base, changes).resolved()
+        return sweep_grammar.apply(base, changes).resolved()
     except ConfigError as error:
-        raise ConfigError(f"{over.label(changes)}: {error} Fields go into --set, one at a time.") from None
+        raise ConfigError(f"{sweep_grammar.label(changes)}: {error} Fields go into --set, one at a time.") from None
 
 
 def _check_effect(field: str, runs: list[TrainConfig]) -> None:
     """Refuse to vary what no run of the sweep reads: all its points would be one and the same."""
-    found = [effect.idle(field, made) for made in runs]
+    found = [unused_fields.idle(field, made) for made in runs]
     if all(found):
         why, setting = next(reason for reason in found if reason)
         way_out = f", or add --set {setting}" if setting else ""
@@ -189,7 +190,7 @@ def load(config: SweepConfig, folder: Folder) -> Sweep:
     planned = plan(config, folder)
     for label, changes, made in planned:
         grouped.setdefault(label, (changes, []))[1].append(records.read(Path(made.run)))
-    targets = {None if effect.idle("kl.target", made) else made.kl.target for _, _, made in planned}
+    targets = {None if unused_fields.idle("kl.target", made) else made.kl.target for _, _, made in planned}
     target = targets.pop() if len(targets) == 1 else None
     points = [Point(name, c, runs, figures(name, runs, target)) for name, (c, runs) in grouped.items()]
     return Sweep(folder.path, points, target, planned[0][2].kl.per or "token", jobs.read_reference(folder.reference))

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-from klamp.experiments.figures import BAND, Figures
-from klamp.experiments.records import Record
-from klamp.experiments.tables import percent
 from klamp.report.view import SMOOTH, Arm
+from klamp.results.figures import BAND, Figures
+from klamp.results.records import Record
+from klamp.results.tables import percent
 
 FEW = 4
 """Steps below which there is no telling where KL goes."""

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from klamp.errors import ConfigError
-from klamp.experiments import records
 from klamp.report.page import parts, policy, render
 from klamp.report.view import View, chart_data
 from klamp.report.write import runs_view
+from klamp.results import records
 
 HOST = "127.0.0.1"
 LOOK = 2.0

@@ -9,10 +9,10 @@ from importlib import metadata
 from typing import Any
 
 from klamp import __version__
-from klamp.experiments.figures import BAND
-from klamp.experiments.records import MOST_ALARMS, Record
-from klamp.experiments.tables import NOTHING, cells
 from klamp.report.view import Arm, View
+from klamp.results.figures import BAND
+from klamp.results.records import MOST_ALARMS, Record
+from klamp.results.tables import NOTHING, cells
 
 HEAVY = 2.0
 """Nats at which a token has its darkest shade."""

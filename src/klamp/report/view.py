@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from klamp.experiments.figures import BAND, Figures, Interval, figures, interval, late_of
-from klamp.experiments.records import Record, Series, Stretch
+from klamp.results.figures import BAND, Figures, Interval, figures, interval, late_of
+from klamp.results.records import Record, Series, Stretch
 
 SMOOTH = 5
 """Steps over which rewards are averaged before they are drawn."""

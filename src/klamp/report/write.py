@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from klamp.errors import ConfigError
-from klamp.experiments import compare, records, sweep, tables, verdict
+from klamp.experiments import compare, sweep
 from klamp.experiments.arms import ORACLE
 from klamp.experiments.arms import arm as named_arm
 from klamp.experiments.arms import parse as parse_arms
 from klamp.experiments.folder import SETTINGS, Folder, read_settings
-from klamp.experiments.records import Record
 from klamp.report import figure, findings
 from klamp.report.page import render
 from klamp.report.view import View, make_arm
+from klamp.results import records, tables, verdict
+from klamp.results.records import Record
 from klamp.train.runs import atomic_text
 
 METRICS = "metrics.jsonl"

@@ -13,8 +13,8 @@ from typing import Any
 
 from klamp.errors import ConfigError
 from klamp.experiments.jobs import Job
-from klamp.experiments.pool import ExperimentError
 from klamp.experiments.progress import Progress
+from klamp.experiments.runner import ExperimentError
 
 
 def need_ray() -> None:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from klamp.experiments.records import Record
+from klamp.results.records import Record
 
 BAND = 0.2
 """Half-width of the band, relative to the target."""

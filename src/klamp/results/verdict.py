@@ -9,7 +9,7 @@ from statistics import fmean
 
 from klamp.experiments.arms import ADAPTIVE, ORACLE
 from klamp.experiments.compare import Comparison
-from klamp.experiments.figures import BAND, Figures, Interval, at_equal_kl, paired, paired_ratio
+from klamp.results.figures import BAND, Figures, Interval, at_equal_kl, paired, paired_ratio
 
 DEGRADED = 1.25
 """Held-out perplexity, in the reference's, above which a policy's English has suffered."""

@@ -6,8 +6,8 @@ import math
 import sys
 from typing import Any
 
-from klamp.experiments.figures import Figures
-from klamp.experiments.verdict import Verdict
+from klamp.results.figures import Figures
+from klamp.results.verdict import Verdict
 
 
 def console() -> Any:

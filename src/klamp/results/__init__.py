@@ -1,0 +1,1 @@
+"""What runs left on disk, as records, figures, tables and a verdict."""
