@@ -14,10 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 import many_rewards
+from klamp.results.figures import student
 
 TARGET, LIMIT = 0.05, 1.1
-T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""Student's t at 97.5 % for 1, 2, ... degrees of freedom."""
 Row = dict[str, Any]
 
 
@@ -75,7 +74,7 @@ def compared(gains: Sequence[Gain]) -> str:
     if len(gains) < 2:
         return f"{100 * ratio:.0f}"
     spread = stdev((g.ours - g.theirs) / scale for g in gains)
-    half = T95[min(len(gains) - 1, len(T95)) - 1] * spread / math.sqrt(len(gains))
+    half = student(len(gains) - 1) * spread / math.sqrt(len(gains))
     return f"{100 * ratio:.0f} ± {100 * half:.0f}"
 
 

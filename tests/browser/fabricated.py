@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from klamp.experiments import arms
+from klamp.experiments import compare
 from klamp.experiments.compare import CompareConfig, run_folder
 from klamp.experiments.folder import FORMAT, Folder
 from klamp.train.settings import to_yaml
@@ -67,10 +67,13 @@ def comparison(
         "probes": [_probe(prompt, hostile, 0.0, n) for n, prompt in enumerate(_prompts(hostile))],
     }
     folder.reference.write_text(json.dumps(reference))
-    chosen = arms.parse(config.arms, config.static_beta)
+    chosen = compare.parse_arms(config.arms, config.static_beta)
     if oracle:
-        betas = [*arms.coarse_constants(0.05, 20.0), *arms.fine_constants(arms.coarse_constants(0.05, 20.0)[3])]
-        chosen += [arms.constant(b) for b in betas]
+        betas = [
+            *compare.coarse_constants(0.05, 20.0),
+            *compare.fine_constants(compare.coarse_constants(0.05, 20.0)[3]),
+        ]
+        chosen += [compare.constant_arm(b) for b in betas]
     for arm in chosen:
         for seed in range(seeds):
             _run(folder, config, arm, seed, hostile)
@@ -90,7 +93,7 @@ def run(folder: Path, kls: list[float], target: float = 0.05) -> Path:
     return folder
 
 
-def _run(folder: Folder, config: CompareConfig, arm: arms.Arm, seed: int, hostile: bool) -> None:
+def _run(folder: Folder, config: CompareConfig, arm: compare.Arm, seed: int, hostile: bool) -> None:
     path = run_folder(folder, arm, seed)
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.yaml").write_text(to_yaml(config.train_config(arm, seed, path)))
@@ -112,7 +115,7 @@ def _run(folder: Folder, config: CompareConfig, arm: arms.Arm, seed: int, hostil
         _lines(path / "alarms.jsonl", [{"kind": "drifting", "step": 22, "message": message, "figures": {}}])
 
 
-def _row(arm: arms.Arm, step: int, steps: int, noise: random.Random) -> dict[str, Any]:
+def _row(arm: compare.Arm, step: int, steps: int, noise: random.Random) -> dict[str, Any]:
     settles = {"static": 2.5, "ziegler": 0.35, "exponential": 0.9, "hold-price": 0.053, "hold": 0.05}
     beta = float(arm.kl.get("beta") or 0.4)
     end = settles.get(arm.name, 0.05 * (0.33 / beta) ** 2)

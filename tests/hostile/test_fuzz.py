@@ -25,7 +25,7 @@ from klamp.clamp import Clamped, GaugeState
 from klamp.cli import main
 from klamp.controllers import Hold
 from klamp.errors import ConfigError, KlampError
-from klamp.experiments import arms, sweep_grammar
+from klamp.experiments import compare, sweep_grammar
 from klamp.monitor import Monitor
 from klamp.plain import from_plain
 from klamp.train import data, rewards
@@ -183,7 +183,7 @@ def test_reward_strings(text: str) -> None:
 @given(st.lists(st.sampled_from(["static", "hold", "beta="]) | NUMBER.map(lambda n: f"beta={n}") | TEXT, max_size=4))
 def test_arms(names: list[str]) -> None:
     with contextlib.suppress(KlampError):
-        for arm in arms.parse(names, 0.04):
+        for arm in compare.parse_arms(names, 0.04):
             assert "/" not in arm.name
             assert ".." not in arm.name
 

@@ -161,10 +161,12 @@ def test_measure_and_a_reference_model_take_the_same_flag(
 
 
 def test_compare_hands_the_flag_to_its_runs() -> None:
-    from klamp.experiments import arms, compare
+    from klamp.experiments import compare
 
     for asked in (False, True):
-        made = compare.CompareConfig(trust_remote_code=asked).train_config(arms.arm("hold", 0.04), 0, Path("x"))
+        made = compare.CompareConfig(trust_remote_code=asked).train_config(
+            compare.named_arm("hold", 0.04), 0, Path("x")
+        )
         assert made.trust_remote_code is asked
 
 

@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from klamp.errors import ConfigError, KlampError
-from klamp.experiments.arms import arm, coarse_constants, fine_constants, parse
-from klamp.experiments.compare import best_constant
+from klamp.experiments.compare import best_constant, coarse_constants, fine_constants, named_arm, parse_arms
 from klamp.results import records
 from klamp.results.figures import at_equal_kl, figures, first_entry, interval, paired
 from klamp.results.records import Record, Series
@@ -97,16 +96,16 @@ def test_constants_are_log_spaced_around_the_feed_forward() -> None:
 
 
 def test_arms_are_parsed_with_commas_or_without_and_refused_by_name() -> None:
-    assert [a.name for a in parse(("static,hold", "beta=0.3", "hold"), 0.04)] == ["static", "hold", "beta=0.3"]
-    assert arm("hold", 0.04).kl["clamp"] is True
-    assert arm("hold-price", 0.04).kl["clamp"] is False
-    assert arm("static", 0.07).kl["beta"] == 0.07
+    assert [a.name for a in parse_arms(("static,hold", "beta=0.3", "hold"), 0.04)] == ["static", "hold", "beta=0.3"]
+    assert named_arm("hold", 0.04).kl["clamp"] is True
+    assert named_arm("hold-price", 0.04).kl["clamp"] is False
+    assert named_arm("static", 0.07).kl["beta"] == 0.07
     with pytest.raises(ConfigError, match="Did you mean 'ziegler'"):
-        parse("zeigler", 0.04)
+        parse_arms("zeigler", 0.04)
     with pytest.raises(ConfigError, match="not a number"):
-        parse("beta=x", 0.04)
+        parse_arms("beta=x", 0.04)
     with pytest.raises(ConfigError, match="empty"):
-        parse("", 0.04)
+        parse_arms("", 0.04)
 
 
 def write(folder: Path, lines: bytes) -> Path:

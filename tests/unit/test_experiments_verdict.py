@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from klamp.experiments.compare import Comparison
-from klamp.results.figures import Interval
+from klamp.results.figures import Comparison, Interval
 from klamp.results.records import Record, Series
 from klamp.results.verdict import _no_worse, judge
 

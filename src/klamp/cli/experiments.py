@@ -10,7 +10,7 @@ import tyro
 
 from klamp.cli.parsing import need_report
 from klamp.errors import ConfigError
-from klamp.experiments.plan import CompareConfig
+from klamp.experiments.compare import CompareConfig
 
 
 def compare(

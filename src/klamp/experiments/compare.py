@@ -1,48 +1,223 @@
-"""``klamp compare``: the same prompts and seeds under several ways of steering beta.
+"""``klamp compare``: the same prompts and seeds under several ways of steering beta, the arms of a comparison.
 
-Only the KL settings differ between arms. The oracle is the best of several constants in hindsight: seven a factor of 2
-apart on the first seed, then seven around the best of those on every seed.
+Only the KL settings differ between arms. Rivals run with the settings they are published with; Hold is told its target
+and nothing else. The oracle is the best of several constants in hindsight: seven a factor of 2 apart on the first seed,
+then seven around the best of those on every seed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from klamp import models
-from klamp.experiments import arms as arm_set
-from klamp.experiments import jobs, runner
-from klamp.experiments.arms import Arm
+from klamp.errors import ConfigError, require_number, unknown
+from klamp.experiments import runner, worker
 from klamp.experiments.folder import Folder, read_settings
-from klamp.experiments.jobs import Job
-from klamp.experiments.plan import CompareConfig as CompareConfig
 from klamp.experiments.progress import Progress
+from klamp.experiments.worker import Job
+from klamp.masked import Unit, check_unit
 from klamp.results import records
-from klamp.results.figures import Figures, figures
+from klamp.results.figures import ADAPTIVE, Comparison, figures
+from klamp.train import data, rewards
+from klamp.train.config import (
+    AlgorithmConfig,
+    KLConfig,
+    OptimConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+from klamp.train.presumed import UsualCount, left_out
 
-MAY_GROW = ("arms", "seeds", "oracle")
+ARMS = ("static", *ADAPTIVE)
+COARSE = 2.0
+FINE = 2.0**0.25
+"""Ratios between neighbouring constants: KL goes as 1 / beta^2, so a fine step changes it by 1.4."""
+CONSTANTS = 7
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """What came of a comparison: every arm's runs, the constants the oracle was chosen from, the oracle's name."""
+class Arm:
+    """A name and the fields of KLConfig that make it."""
 
-    folder: Path
-    target: float
-    per: str
-    arms: dict[str, list[records.Record]]
-    constants: dict[str, list[records.Record]]
-    oracle: str | None
-    reference: dict[str, Any]
+    name: str
+    summary: str
+    kl: dict[str, Any] = field(default_factory=dict)
 
-    def figures(self) -> list[Figures]:
-        """A row for each arm, the oracle last."""
-        shown = dict(self.arms)
-        if self.oracle is not None:
-            shown[arm_set.ORACLE] = self.constants[self.oracle]
-        return [figures(name, runs, self.target) for name, runs in shown.items()]
+    @property
+    def constant(self) -> bool:
+        """True for the constants among which the oracle is found."""
+        return self.name.startswith("beta=")
+
+
+def named_arm(name: str, static_beta: float) -> Arm:
+    """The arm called ``name``."""
+    if name == "static":
+        return Arm(name, f"beta = {static_beta:g}", {"controller": "fixed", "beta": static_beta, "clamp": False})
+    if name == "ziegler":
+        summary = "Ziegler et al. 2019, from 0.2, horizon 10000"
+        return Arm(name, summary, {"controller": "ziegler", "beta": 0.2, "clamp": False})
+    if name == "exponential":
+        summary = "exponential rule, from 0.1, gain 0.1"
+        return Arm(name, summary, {"controller": "exponential", "beta": 0.1, "clamp": False})
+    if name == "hold-price":
+        return Arm(name, "Hold, price only", {"controller": "hold", "clamp": False})
+    if name == "hold":
+        return Arm(name, "Hold, price and clamp", {"controller": "hold", "clamp": True})
+    if name.startswith("beta="):
+        return constant_arm(_beta_of(name))
+    raise unknown("arm", name, (*ARMS, "beta=NUMBER"))
+
+
+def constant_arm(beta: float) -> Arm:
+    """A constant price, named after it."""
+    return Arm(f"beta={beta:.4g}", f"beta = {beta:.4g}", {"controller": "fixed", "beta": beta, "clamp": False})
+
+
+def parse_arms(names: Sequence[str] | str, static_beta: float) -> list[Arm]:
+    """Arms from names with commas or without, each once, in the order given."""
+    require_number("--static-beta", static_beta, at_least=0, way_out="It is the static arm's price; 0.04 is usual.")
+    listed = [names] if isinstance(names, str) else list(names)
+    flat = [part.strip() for text in listed for part in str(text).split(",") if part.strip()]
+    if not flat:
+        raise ConfigError(f"--arms is empty. Choose from: {', '.join(ARMS)}.")
+    return [named_arm(name, static_beta) for name in dict.fromkeys(flat)]
+
+
+def coarse_constants(target: float, length: float) -> list[float]:
+    """Seven constants a factor 2 apart around ``0.65 / sqrt(2 target per sequence)``, where the best one should be."""
+    centre = 0.65 / math.sqrt(2 * target * length)
+    return [_round(centre * COARSE**i) for i in range(-(CONSTANTS // 2), CONSTANTS // 2 + 1)]
+
+
+def fine_constants(around: float) -> list[float]:
+    """Seven constants a quarter of an octave apart around one."""
+    return [_round(around * FINE**i) for i in range(-(CONSTANTS // 2), CONSTANTS // 2 + 1)]
+
+
+def _round(x: float) -> float:
+    return float(f"{x:.4g}")
+
+
+def _beta_of(name: str) -> float:
+    text = name.removeprefix("beta=")
+    try:
+        value = float(text)
+    except ValueError:
+        raise ConfigError(f"arm {name!r}: {text!r} is not a number. Write it as beta=0.3.") from None
+    return require_number(f"arm {name!r}", value, at_least=0, way_out="A price is never negative.")
+
+
+USUAL = models.USUAL["tiny"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig:
+    """A comparison. Everything but ``arms``, ``seeds`` and ``oracle`` is the same for every run."""
+
+    arms: tuple[str, ...] = ARMS
+    """Which arms: static, ziegler, exponential, hold-price (no clamp), hold, or a constant beta=NUMBER."""
+    seeds: int = 3
+    """Seeds of every arm."""
+    target: float | None = None
+    """KL to hold, in nats per --per; 0.05 per token if not given."""
+    per: Unit | None = None
+    """Unit of the target: token, sequence or sequence_mean. Needed with --target."""
+    model: str = "tiny"
+    """A built-in name (tiny, smollm2, smollm2-q4), a folder or a Hub id."""
+    prompts: str | None = None
+    """JSONL or text file of prompts; the built-in models bring their own."""
+    reward: tuple[str, ...] = ("vader",)
+    """vader, length:N, regex:PATTERN, model:NAME or your own module:function; several are added up."""
+    steps: int = UsualCount(USUAL.steps)
+    """Steps of every run: 60 for the built-in models, 100 for others."""
+    algorithm: Literal["grpo", "ppo"] = "grpo"
+    """grpo or ppo."""
+    static_beta: float = 0.04
+    """Price of the static arm."""
+    oracle: bool = False
+    """Add the best constant beta in hindsight, of seven coarse and seven fine ones."""
+    heldout: str | None = None
+    """Text file for held-out perplexity, one passage a line."""
+    lr: float | None = None
+    """Learning rate: 1.5e-3 for tiny, 5e-4 for smollm2, 5e-4 · (576 / hidden size)^(3/4) for others."""
+    prompts_per_step: int = UsualCount(USUAL.prompts)
+    """Prompts a step: 4 for the built-in models, 8 for others."""
+    group_size: int = UsualCount(USUAL.group_size)
+    """Completions a prompt: 8."""
+    max_tokens: int = UsualCount(USUAL.max_tokens)
+    """Longest completion: 24 tokens for the built-in models, 128 for others."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """bfloat16 on a GPU and float32 on a CPU if auto."""
+    device: str = "auto"
+    """cpu, cuda, or auto."""
+    trust_remote_code: bool = False
+    """Let a model repository run its own code."""
+
+    def __post_init__(self) -> None:
+        require_number("--seeds", self.seeds, at_least=1, way_out="3 is usual; one gives no interval.")
+        for name in ("steps", "prompts_per_step", "max_tokens"):
+            flag = f"--{name.replace('_', '-')}"
+            require_number(flag, getattr(self, name), at_least=1, way_out="It is a count.")
+        least = 2 if self.algorithm == "grpo" else 1
+        way_out = "GRPO compares completions of one prompt; --algorithm ppo does not."
+        require_number("--group-size", self.group_size, at_least=least, way_out=way_out)
+        if self.lr is not None:
+            require_number("--lr", self.lr, above=0, way_out="Leave it out for a usual one.")
+        parse_arms(self.arms, self.static_beta)
+        if self.target is None and self.per not in (None, "token"):
+            raise ConfigError(f"--per {self.per} needs a --target in nats per {self.per}.")
+        if self.target is not None:
+            check_unit("--per", self.per)
+            require_number("--target", self.target, above=0, way_out="It is a KL in nats; 0.05 per token is usual.")
+        models.resolve(self.model) if not self.model.startswith("smollm2") else None
+        data.load(self.prompts, self.model)
+        for name in self.reward:
+            if not name.startswith("model:"):
+                rewards.resolve(name)
+        if self.heldout is not None and not Path(self.heldout).is_file():
+            raise ConfigError(f"--heldout {self.heldout!r} is not a file. Give a text file, one passage a line.")
+
+    def resolved(self) -> CompareConfig:
+        """With its usual values written out: left out or spelt out, they are the same comparison."""
+        usual = models.usual(self.model, trust_remote_code=self.trust_remote_code)
+        counts = {
+            "steps": usual.steps,
+            "prompts_per_step": usual.prompts,
+            "group_size": usual.group_size,
+            "max_tokens": usual.max_tokens,
+        }
+        named: dict[str, Any] = {name: counts[name] for name in left_out(self)}
+        return replace(self, target=self.target or 0.05, per=self.per or "token", lr=self.lr or usual.lr, **named)
+
+    def train_config(self, arm: Arm, seed: int, run: Path) -> TrainConfig:
+        """The run of one arm and seed."""
+        own = self.resolved()
+        assert own.lr is not None
+        return TrainConfig(
+            model=self.model,
+            prompts=self.prompts,
+            run=str(run),
+            steps=own.steps,
+            seed=seed,
+            dtype=self.dtype,
+            device=self.device,
+            trust_remote_code=self.trust_remote_code,
+            keep=1,
+            sample_every=max(1, own.steps),
+            kl=KLConfig(**{"target": own.target, "per": own.per, **arm.kl}),
+            rollout=RolloutConfig(prompts=own.prompts_per_step, group_size=own.group_size, max_tokens=own.max_tokens),
+            reward=RewardConfig(functions=self.reward),
+            algorithm=AlgorithmConfig(name=self.algorithm),
+            optim=OptimConfig(lr=own.lr),
+        )
+
+
+MAY_GROW = ("arms", "seeds", "oracle")
 
 
 def run(config: CompareConfig, out: str | Path, *, at_once: int = 0) -> Comparison:
@@ -51,7 +226,7 @@ def run(config: CompareConfig, out: str | Path, *, at_once: int = 0) -> Comparis
     # Fetched here, where its progress is seen and before the folder is claimed; the folder names what came.
     config = replace(config, model=models.canonical(config.model))
     config = _grown(config.resolved(), folder)
-    chosen = arm_set.parse(config.arms, config.static_beta)
+    chosen = parse_arms(config.arms, config.static_beta)
     runner.check_asked(at_once)
     _check_runs(config, chosen, folder)
     left_out = replace(config, target=None, per=None, lr=None).resolved()
@@ -66,7 +241,7 @@ def run(config: CompareConfig, out: str | Path, *, at_once: int = 0) -> Comparis
             coarse = _coarse(config, folder)
             _train(config, folder, [(arm, 0) for arm in coarse], at_once)
             best = closest(config, folder, coarse)
-            fine = [arm_set.constant(b) for b in arm_set.fine_constants(float(best.kl["beta"]))]
+            fine = [constant_arm(b) for b in fine_constants(float(best.kl["beta"]))]
             _train(config, folder, [(arm, seed) for seed in range(config.seeds) for arm in fine], at_once)
         return load(folder.path, config, chosen)
 
@@ -95,10 +270,10 @@ def load(path: Path, config: CompareConfig, chosen: Sequence[Arm]) -> Comparison
     constants: dict[str, list[records.Record]] = {}
     if config.oracle:
         best = closest(config, folder, _coarse(config, folder))
-        for beta in arm_set.fine_constants(float(best.kl["beta"])):
-            constants[arm_set.constant(beta).name] = _records(config, folder, arm_set.constant(beta))
+        for beta in fine_constants(float(best.kl["beta"])):
+            constants[constant_arm(beta).name] = _records(config, folder, constant_arm(beta))
     oracle = best_constant(constants, target, config.steps) if constants else None
-    reference = jobs.read_reference(folder.reference)
+    reference = worker.read_reference(folder.reference)
     return Comparison(path, target, config.per or "token", arms, constants, oracle, reference)
 
 
@@ -135,13 +310,13 @@ def run_folder(folder: Folder, arm: Arm, seed: int) -> Path:
 
 def _coarse(config: CompareConfig, folder: Folder) -> list[Arm]:
     per = config.per or "token"
-    length = 1.0 if per == "sequence" else float(jobs.read_reference(folder.reference)["length"])
-    return [arm_set.constant(b) for b in arm_set.coarse_constants(config.target or 0.05, length)]
+    length = 1.0 if per == "sequence" else float(worker.read_reference(folder.reference)["length"])
+    return [constant_arm(b) for b in coarse_constants(config.target or 0.05, length)]
 
 
 def _job(config: CompareConfig, folder: Folder, arm: Arm, seed: int) -> Job:
     made = config.train_config(arm, seed, run_folder(folder, arm, seed))
-    return jobs.job(f"{arm.name} seed {seed}", made, folder.reference, heldout=config.heldout)
+    return worker.job(f"{arm.name} seed {seed}", made, folder.reference, heldout=config.heldout)
 
 
 def _check_runs(config: CompareConfig, chosen: Sequence[Arm], folder: Folder) -> None:

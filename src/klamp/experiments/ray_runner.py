@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from klamp.errors import ConfigError
-from klamp.experiments.jobs import Job
 from klamp.experiments.progress import Progress
 from klamp.experiments.runner import ExperimentError
+from klamp.experiments.worker import Job
 
 
 def need_ray() -> None:
@@ -71,11 +71,11 @@ def _work(job: dict[str, Any]) -> str | None:
     import torch
 
     from klamp.errors import KlampError
-    from klamp.experiments import jobs
+    from klamp.experiments.worker import run_job
 
     torch.set_num_threads(1)
     try:
-        jobs.run(jobs.Job(**job), lambda step, text: None)
+        run_job(Job(**job), lambda step, text: None)
     except KlampError as error:
         return str(error)
     return None

@@ -20,8 +20,8 @@ from types import FrameType
 from typing import Any
 
 from klamp.errors import KlampError, require_number
-from klamp.experiments.jobs import Job
 from klamp.experiments.progress import Progress
+from klamp.experiments.worker import Job
 
 PATIENCE = 60.0
 """Seconds that processes are given to finish their step when asked to stop."""
@@ -180,7 +180,8 @@ class Worker:
         assert self.process.stdout is not None
         with contextlib.suppress(ValueError, OSError):
             for line in self.process.stdout:
-                self.events.put((self.number, json.loads(line)))
+                if line.startswith("{"):  # anything else was printed while the process was still importing
+                    self.events.put((self.number, json.loads(line)))
         self.events.put((self.number, {"event": "gone"}))
 
 

@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 from klamp import models
 from klamp.errors import ConfigError, require_number
-from klamp.experiments import jobs, ray_runner, runner, sweep_grammar, unused_fields
+from klamp.experiments import ray_runner, runner, sweep_grammar, worker
 from klamp.experiments.folder import Folder
-from klamp.experiments.jobs import Job
 from klamp.experiments.progress import Progress
+from klamp.experiments.unused_fields import unused
+from klamp.experiments.worker import Job
 from klamp.results import records
 from klamp.results.figures import Figures, figures
 from klamp.results.tables import number
@@ -177,7 +178,7 @@ def _made(base: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
 
 def _check_effect(field: str, runs: list[TrainConfig]) -> None:
     """Refuse to vary what no run of the sweep reads: all its points would be one and the same."""
-    found = [unused_fields.idle(field, made) for made in runs]
+    found = [unused(field, made) for made in runs]
     if all(found):
         why, setting = next(reason for reason in found if reason)
         way_out = f", or add --set {setting}" if setting else ""
@@ -190,10 +191,10 @@ def load(config: SweepConfig, folder: Folder) -> Sweep:
     planned = plan(config, folder)
     for label, changes, made in planned:
         grouped.setdefault(label, (changes, []))[1].append(records.read(Path(made.run)))
-    targets = {None if unused_fields.idle("kl.target", made) else made.kl.target for _, _, made in planned}
+    targets = {None if unused("kl.target", made) else made.kl.target for _, _, made in planned}
     target = targets.pop() if len(targets) == 1 else None
     points = [Point(name, c, runs, figures(name, runs, target)) for name, (c, runs) in grouped.items()]
-    return Sweep(folder.path, points, target, planned[0][2].kl.per or "token", jobs.read_reference(folder.reference))
+    return Sweep(folder.path, points, target, planned[0][2].kl.per or "token", worker.read_reference(folder.reference))
 
 
 def table(found: Sweep) -> Any:
@@ -233,7 +234,7 @@ def sentence(found: Sweep) -> str:
 
 
 def _job(config: SweepConfig, folder: Folder, label: str, made: TrainConfig) -> Job:
-    return jobs.job(f"{label} seed {made.seed}", made, folder.reference.resolve(), heldout=config.heldout)
+    return worker.job(f"{label} seed {made.seed}", made, folder.reference.resolve(), heldout=config.heldout)
 
 
 def _finished(made: TrainConfig) -> bool:

@@ -11,45 +11,45 @@ BOOKKEEPING = ("save_every", "keep", "sample_every", "preflight", "process_timeo
 VALUE_HEAD = ("algorithm.gamma", "algorithm.lam", "algorithm.value_clip", "algorithm.value_weight", "optim.value_lr")
 
 
-class Idle(NamedTuple):
+class Unused(NamedTuple):
     """Why a field changes nothing, and the setting under which it would."""
 
     why: str
     setting: str
 
 
-def idle(field: str, run: TrainConfig) -> Idle | None:
+def unused(field: str, run: TrainConfig) -> Unused | None:
     """What keeps ``field`` from changing anything in ``run``; None where it may."""
     if field in BOOKKEEPING:
-        return Idle("it changes what is written, not what is learnt", "")
+        return Unused("it changes what is written, not what is learnt", "")
     if field.startswith("kl."):
-        return _idle_kl(field.removeprefix("kl."), run)
+        return _unused_kl(field.removeprefix("kl."), run)
     if field in VALUE_HEAD and run.algorithm.name != "ppo":
-        return Idle("GRPO has no value head", "algorithm.name=ppo")
+        return Unused("GRPO has no value head", "algorithm.name=ppo")
     if field == "algorithm.std" and run.algorithm.name != "grpo":
-        return Idle("PPO has no groups", "algorithm.name=grpo")
+        return Unused("PPO has no groups", "algorithm.name=grpo")
     if field.startswith("lora.") and run.full:
-        return Idle("every weight is trained, without an adapter", "full=false")
+        return Unused("every weight is trained, without an adapter", "full=false")
     return None
 
 
-def _idle_kl(field: str, run: TrainConfig) -> Idle | None:
+def _unused_kl(field: str, run: TrainConfig) -> Unused | None:
     kl = run.kl
-    constant = Idle("beta is constant, and no clamp holds KL", "kl.controller=hold")
-    no_clamp = Idle("there is no clamp", "kl.clamp=true")
-    of_k2 = Idle(f"{kl.estimator} has no tail", "kl.estimator=k2")
+    constant = Unused("beta is constant, and no clamp holds KL", "kl.controller=hold")
+    no_clamp = Unused("there is no clamp", "kl.clamp=true")
+    of_k2 = Unused(f"{kl.estimator} has no tail", "kl.estimator=k2")
     steered = kl.controller != "fixed"
     reads = {
         "target": (steered or (kl.clamp and kl.limit is None), constant),
         "per": (steered or kl.clamp_limit is not None, constant),
         "limit": (kl.clamp, no_clamp),
         "clamp_share": (kl.clamp_limit is not None, no_clamp),
-        "horizon": (kl.controller == "ziegler", Idle(f"{kl.controller} has no horizon", "kl.controller=ziegler")),
-        "gain": (kl.controller == "exponential", Idle(f"{kl.controller} has no gain", "kl.controller=exponential")),
+        "horizon": (kl.controller == "ziegler", Unused(f"{kl.controller} has no horizon", "kl.controller=ziegler")),
+        "gain": (kl.controller == "exponential", Unused(f"{kl.controller} has no gain", "kl.controller=exponential")),
         "tail": ("k2" in kl.estimator or "k3" in kl.estimator, of_k2),
         "max_weight": (
             kl.placement == "sequence_exact",
-            Idle(f"{kl.placement} has no such weight", "kl.placement=sequence_exact"),
+            Unused(f"{kl.placement} has no such weight", "kl.placement=sequence_exact"),
         ),
     }
     read, why = reads.get(field, (True, constant))

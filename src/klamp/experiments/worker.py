@@ -1,11 +1,17 @@
-"""A process that runs jobs: one JSON object a line on stdin, events back on stdout; ``python -m`` this module.
+"""One run of an experiment, and the process that runs it: ``python -m klamp.experiments.worker``.
 
-It outlives no parent: when stdin ends it asks its own run to stop, which saves a checkpoint after the step at hand.
+A run is a training run that also reads held-out text and writes what it says at fixed prompts. ``reference.json`` is
+made once for an experiment: samples of the reference, what it says at the fixed prompts, and its perplexities. Every
+run is read against it.
+
+The process takes one JSON object a line on stdin and sends events back on stdout. When stdin ends it asks its own run
+to stop, which saves a checkpoint after the step at hand.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import queue
@@ -13,9 +19,210 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, TextIO
 
-from klamp.errors import KlampError
+import torch
+
+from klamp import models
+from klamp.errors import ConfigError, KlampError
+from klamp.experiments.perplexity import Text, heldout, perplexity
+from klamp.messages import Prompt, as_text
+from klamp.sampling.sampler import Sampler, context_of
+from klamp.train import data
+from klamp.train.batch import Rollout, part
+from klamp.train.config import TrainConfig
+from klamp.train.loop import Trainer
+from klamp.train.policy import Policy
+from klamp.train.runs import RunFolder, atomic_text
+from klamp.train.settings import from_dict, to_dict
+
+PROBES = 6
+"""Prompts at which every policy is asked for a completion, with the same random numbers."""
+PATIENCE = 60.0
+"""Seconds that a run waits for the process that had it before."""
+Say = Callable[[int, str], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker needs to know of a run; plain values only."""
+
+    label: str
+    config: dict[str, Any]
+    """A TrainConfig as plain values."""
+    reference: str
+    """Path of the experiment's reference.json."""
+    heldout: str | None = None
+    texts: int = 128
+    """Held-out texts that perplexity is taken over; 128 of tiny's 2,000 come within 7 % of all of them, 64 do not."""
+    samples: int = 32
+    """Samples of the reference that the other perplexity is taken over."""
+    every: int = 5
+    """Steps between perplexities."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    @property
+    def train_config(self) -> TrainConfig:
+        """The run's configuration."""
+        return from_dict(TrainConfig, self.config, where=self.label)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the run."""
+        return int(self.config["steps"])
+
+
+def job(label: str, config: TrainConfig, reference: Path, **options: Any) -> Job:
+    """The job that runs ``config``."""
+    return Job(label=label, config=to_dict(config), reference=str(reference), **options)
+
+
+def run_job(job: Job, say: Say) -> None:
+    """Train to the last step, from the newest checkpoint where there is one."""
+    config = job.train_config
+    RunFolder(config.run).wait(PATIENCE)  # whose parent was killed, it may still be finishing its step
+    resume = (Path(config.run) / "config.yaml").is_file()
+    trainer = Trainer(replace(config, resume=resume), quiet=True, watch=Watch(job, say))
+    trainer.run()
+
+
+def make_reference(job: Job) -> None:
+    """Write reference.json: the model before any update, asked what every arm will be asked."""
+    config = job.train_config
+    tokenizer = models.load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+    model = models.load_model(config.model, device=_device(config), trust_remote_code=config.trust_remote_code)
+    policy = Policy(model, value_head=False, temperature=config.rollout.temperature, lora=False)
+    prompts = data.load(config.prompts, config.model).given
+    encoded = models.encode_prompts(tokenizer, prompts, chat=config.rollout.chat)
+    sampler = Sampler(policy, tokenizer, config.rollout, context_of(model))
+    drawn = _sample(sampler, encoded, prompts, _spread(len(prompts), job.samples), seed=3)
+    probes = _sample(sampler, encoded, prompts, _spread(len(prompts), PROBES), seed=4)
+    samples, texts = _texts(drawn), heldout(config.model, tokenizer, job.heldout, job.texts)
+    found = {
+        "perplexity": {"heldout": perplexity(model, texts), "reference": perplexity(model, samples)},
+        "length": float(drawn.mask.sum()) / len(drawn),
+        "probes": _probe_rows(tokenizer, probes, torch.zeros(probes.mask.shape)),
+        "samples": [asdict(s) for s in samples],
+    }
+    atomic_text(Path(job.reference), json.dumps(found))
+
+
+class Watch:
+    """Called after every step: perplexities every few steps, completions at the fixed prompts three times a run."""
+
+    def __init__(self, job: Job, say: Say) -> None:
+        self.job, self.say = job, say
+        third = max(1, job.steps // 3)
+        self.probe_steps = {third, 2 * third, job.steps}
+        self.texts: list[Text] | None = None
+        self.samples = [Text(s["ids"], s["first"]) for s in read_reference(Path(job.reference))["samples"]]
+
+    def __call__(self, step: int, trainer: Trainer) -> dict[str, float]:
+        """``heldout/*`` of the policy after this step's update."""
+        window = trainer.learner.steering.monitor.window
+        self.say(step, f"KL {window[-1]['kl']:.3f}" if window else "")
+        if step in self.probe_steps:
+            self._probe(step, trainer)
+        if step % self.job.every and step != self.job.steps:
+            return {}
+        if self.texts is None:
+            self.texts = heldout(trainer.config.model, trainer.tokenizer, self.job.heldout, self.job.texts)
+        model = _own_sampler(trainer).model
+        return {
+            "heldout/perplexity": perplexity(model, self.texts),
+            "heldout/perplexity_reference": perplexity(model, self.samples),
+        }
+
+    def _probe(self, step: int, trainer: Trainer) -> None:
+        prompts = trainer.prompts.given
+        rollout = _sample(_own_sampler(trainer), trainer.encoded, prompts, _spread(len(prompts), PROBES), seed=4)
+        folder = RunFolder(trainer.config.run)
+        for row in _probe_rows(trainer.tokenizer, rollout, token_kl(trainer, rollout)):
+            folder.append(folder.probes, {"step": step, **row})
+
+
+def _own_sampler(trainer: Trainer) -> Sampler:
+    """The sampler of a run, whose model the experiments read perplexities from."""
+    if not isinstance(trainer.sampler, Sampler):
+        raise ConfigError(
+            "rollout.engine=vllm cannot be compared or swept: perplexities are read from klamp's own sampler. Use "
+            "klamp train for runs through a server."
+        )
+    return trainer.sampler
+
+
+@torch.no_grad()
+def token_kl(trainer: Trainer, rollout: Rollout) -> torch.Tensor:
+    """[N, C] exact KL of the tokens of ``rollout`` under the policy as it is now."""
+    learner = trainer.learner
+    rollout = rollout.to(learner.device)
+    piece = part(rollout, torch.arange(len(rollout), device=learner.device))
+    wide = learner.device.type != "cuda" or trainer.config.dtype == "float32"
+    with torch.autocast(learner.device.type, dtype=torch.bfloat16, enabled=not wide):
+        stats = learner.policy.stats(piece, learner.policy(piece).hidden, learner.reference.states(piece))
+    kl = torch.zeros(rollout.mask.shape, device=learner.device)
+    assert stats.kl is not None, "the learner always has a reference"
+    piece.put(kl, stats.kl)
+    return kl.cpu()
+
+
+def read_reference(path: Path) -> dict[str, Any]:
+    """The contents of reference.json."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{str(path)!r} cannot be read: {error}. Remove it to have it made again.") from None
+    if not isinstance(found, dict) or not {"perplexity", "probes", "samples", "length"} <= found.keys():
+        raise ConfigError(f"{str(path)!r} is not klamp's. Remove it to have it made again.")
+    return found
+
+
+def _sample(
+    sampler: Sampler, encoded: list[list[int]], prompts: list[Prompt], rows: list[int], *, seed: int
+) -> Rollout:
+    """One completion for each of ``rows``, drawn with random numbers of its own: training's stay untouched."""
+    single = copy.copy(sampler)
+    single.config = replace(sampler.config, group_size=1)
+    device = next(sampler.model.parameters()).device
+    generator = torch.Generator(device).manual_seed(data.mix(0, seed))
+    return single.sample([encoded[i] for i in rows], [prompts[i] for i in rows], generator)
+
+
+def _texts(rollout: Rollout) -> list[Text]:
+    """Prompt and completion of every row, of which the completion counts."""
+    texts = []
+    for ids, attention, mask in zip(rollout.ids.cpu(), rollout.attention.cpu(), rollout.mask.cpu(), strict=True):
+        kept = ids[attention.bool()].tolist()
+        texts.append(Text(kept, len(kept) - int(mask.sum())))
+    return texts
+
+
+def _probe_rows(tokenizer: Any, rollout: Rollout, kl: torch.Tensor) -> list[dict[str, Any]]:
+    rows = []
+    for n, (tokens, mask) in enumerate(zip(rollout.tokens.cpu(), rollout.mask.cpu(), strict=True)):
+        kept = [int(t) for t in tokens[mask]]
+        shown = [tokenizer.decode([t]) for t in kept]
+        rows.append(
+            {"prompt": as_text(rollout.prompts[n]), "tokens": shown, "kl": [round(float(v), 5) for v in kl[n][mask]]}
+        )
+    return rows
+
+
+def _spread(total: int, count: int) -> list[int]:
+    """``count`` indices spread over ``total``; all of them, again and again, where there are fewer."""
+    return [i * total // count for i in range(count)] if total >= count else [i % total for i in range(count)]
+
+
+def _device(config: TrainConfig) -> str:
+    if config.device != "auto":
+        return config.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def main() -> int:
@@ -39,16 +246,12 @@ def _serve(order: dict[str, Any], events: TextIO) -> None:
             events.flush()
 
     try:
-        import torch
-
-        from klamp.experiments import jobs
-
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        work = jobs.Job(**order["job"])
+        work = Job(**order["job"])
         if order["kind"] == "reference":
-            jobs.make_reference(work)
+            make_reference(work)
         else:
-            jobs.run(work, lambda step, text: tell("step", step=step, text=text))
+            run_job(work, lambda step, text: tell("step", step=step, text=text))
     except KlampError as error:
         tell("failed", error=str(error))
     except Exception as error:

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from klamp.results.figures import student
+
 SUMS = ("kl", "forward_kl", "k1", "k3", "entropy", "ref_entropy", "gap")
 POSITIONS = 512
 """Positions of a completion that are averaged one by one."""
@@ -126,14 +128,3 @@ def _keep(heap: list[tuple[float, int, dict[str, Any]]], value: float, order: in
         heapq.heappush(heap, entry)
     elif entry[:2] > heap[0][:2]:
         heapq.heapreplace(heap, entry)
-
-
-def student(degrees: int) -> float:
-    """The 97.5 % point of Student's t, by the Cornish-Fisher expansion; within 0.3 % from 4 degrees on."""
-    exact = {1: 12.706, 2: 4.303, 3: 3.182}
-    if degrees in exact:
-        return exact[degrees]
-    z, v = 1.959964, float(degrees)
-    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / v + second / v**2 + third / v**3

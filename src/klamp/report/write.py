@@ -10,14 +10,13 @@ from typing import Any
 
 from klamp.errors import ConfigError
 from klamp.experiments import compare, sweep
-from klamp.experiments.arms import ORACLE
-from klamp.experiments.arms import arm as named_arm
-from klamp.experiments.arms import parse as parse_arms
+from klamp.experiments.compare import named_arm, parse_arms
 from klamp.experiments.folder import SETTINGS, Folder, read_settings
 from klamp.report import figure, findings
 from klamp.report.page import render
 from klamp.report.view import View, make_arm
 from klamp.results import records, tables, verdict
+from klamp.results.figures import ORACLE, Comparison
 from klamp.results.records import Record
 from klamp.train.runs import atomic_text
 
@@ -27,7 +26,7 @@ PLACES = ("*", "*/seed-*", "runs/*", "runs/*/seed-*")
 UNSHOWN = ("format", "kind", "run", "resume", "skip_damaged")
 
 
-def write_comparison(found: compare.Comparison, said: verdict.Verdict, out: Path | None = None) -> Path:
+def write_comparison(found: Comparison, said: verdict.Verdict, out: Path | None = None) -> Path:
     """The report of a comparison, and results.json with its figures."""
     shown = dict(found.arms)
     if found.oracle is not None:
@@ -194,7 +193,7 @@ def _unit(run: Record) -> str:
     return per if isinstance(per, str) else "token"
 
 
-def _summary(name: str, found: compare.Comparison, oracle: str | None) -> str:
+def _summary(name: str, found: Comparison, oracle: str | None) -> str:
     if name == ORACLE:
         return f"best constant in hindsight: {oracle}"
     kl = found.arms[name][0].config.get("kl")

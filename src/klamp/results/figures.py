@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
@@ -18,6 +19,12 @@ BAND = 0.2
 """Half-width of the band, relative to the target."""
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 """Student's t at 97.5 % for 1, 2, ... degrees of freedom."""
+
+
+ADAPTIVE = ("ziegler", "exponential", "hold-price", "hold")
+"""The arms of a comparison that steer beta."""
+ORACLE = "oracle"
+"""The name under which the best constant in hindsight appears in tables and figures."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,36 @@ class Figures:
         return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in asdict(self).items()}
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """What came of a comparison: every arm's runs, the constants the oracle was chosen from, the oracle's name."""
+
+    folder: Path
+    target: float
+    per: str
+    arms: dict[str, list[Record]]
+    constants: dict[str, list[Record]]
+    oracle: str | None
+    reference: dict[str, Any]
+
+    def figures(self) -> list[Figures]:
+        """A row for each arm, the oracle last."""
+        shown = dict(self.arms)
+        if self.oracle is not None:
+            shown[ORACLE] = self.constants[self.oracle]
+        return [figures(name, runs, self.target) for name, runs in shown.items()]
+
+
+def student(degrees: int) -> float:
+    """The 97.5 % point of Student's t: a table up to 15 degrees, beyond it the Cornish-Fisher expansion (to 1e-5)."""
+    if degrees <= len(T95):
+        return T95[degrees - 1]
+    z, v = 1.959964, float(degrees)
+    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / v + second / v**2 + third / v**3
+
+
 def interval(values: Sequence[float]) -> Interval:
     """``mean ± t · s / sqrt(n)``."""
     clean = [v for v in values if math.isfinite(v)]
@@ -73,7 +110,7 @@ def interval(values: Sequence[float]) -> Interval:
         return Interval(math.nan)
     if len(clean) == 1:
         return Interval(clean[0])
-    half = T95[min(len(clean) - 1, len(T95)) - 1] * stdev(clean) / math.sqrt(len(clean))
+    half = student(len(clean) - 1) * stdev(clean) / math.sqrt(len(clean))
     return Interval(fmean(clean), fmean(clean) - half, fmean(clean) + half)
 
 

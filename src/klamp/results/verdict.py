@@ -7,9 +7,17 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 
-from klamp.experiments.arms import ADAPTIVE, ORACLE
-from klamp.experiments.compare import Comparison
-from klamp.results.figures import BAND, Figures, Interval, at_equal_kl, paired, paired_ratio
+from klamp.results.figures import (
+    ADAPTIVE,
+    BAND,
+    ORACLE,
+    Comparison,
+    Figures,
+    Interval,
+    at_equal_kl,
+    paired,
+    paired_ratio,
+)
 
 DEGRADED = 1.25
 """Held-out perplexity, in the reference's, above which a policy's English has suffered."""
