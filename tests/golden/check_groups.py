@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from vectors import Case, checks, near
 
-from klamp.local.batch import Batch
-from klamp.local.encode import Row
+from klamp.chat import Row
+from klamp.local_backend.batch import Batch
 
 
 @checks("art_groups.json", "groups")

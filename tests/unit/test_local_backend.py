@@ -19,8 +19,8 @@ from torch import Tensor
 
 import klamp
 from klamp import models
-from klamp.local import worker as worker_module
 from klamp.local_backend import Choice, LocalBackend, TrainableModel, TrainResult, Trajectory, TrajectoryGroup
+from klamp.local_backend import worker as worker_module
 from klamp.references import Ema, StepLag
 from klamp.train import learner as learner_module
 from klamp.train import pricing

@@ -14,8 +14,7 @@ import torch
 
 import klamp
 from klamp import models
-from klamp.local.arguments import ART_DEFAULTS, Arguments
-from klamp.local.encode import Encoder
+from klamp.chat import Encoder
 from klamp.local_backend import (
     Choice,
     LocalBackend,
@@ -25,6 +24,7 @@ from klamp.local_backend import (
     TrajectoryGroup,
     gather_trajectory_groups,
 )
+from klamp.local_backend.arguments import ART_DEFAULTS, Arguments
 from klamp.train import learner as learner_module
 from klamp.train.batch import Rollout
 
@@ -355,7 +355,7 @@ def test_calls_that_wait_together_are_drawn_together_and_alike_every_time(tmp_pa
             long = backend.sample(MODEL, [{"role": "user", "content": "a b c d " * 200}])
             *drawn, refused = await asyncio.gather(*asked, long, return_exceptions=True)
             assert isinstance(refused, klamp.ConfigError), "one that does not fit is refused alone"
-            return [c for choices in drawn for c in choices], opened.worker.asked
+            return [c for choices in drawn for c in choices], opened.worker.completions.asked
 
     (first, batches), (second, _) = asyncio.run(run(tmp_path / "a")), asyncio.run(run(tmp_path / "b"))
     assert first == second

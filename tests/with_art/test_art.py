@@ -18,7 +18,7 @@ from art_numbers import TEMPLATE, art_numbers
 
 import klamp
 from klamp.integrations.art import KlampBackend
-from klamp.local.arguments import ART_DEFAULTS
+from klamp.local_backend.arguments import ART_DEFAULTS
 
 QUESTION: Any = {"role": "user", "content": "The waiter was"}
 

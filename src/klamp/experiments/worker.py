@@ -27,9 +27,9 @@ from typing import Any, TextIO
 import torch
 
 from klamp import models
+from klamp.chat import Prompt, as_text
 from klamp.errors import ConfigError, KlampError
 from klamp.experiments.perplexity import Text, heldout, perplexity
-from klamp.messages import Prompt, as_text
 from klamp.sampling.sampler import Sampler, context_of
 from klamp.train import data
 from klamp.train.batch import Rollout, part

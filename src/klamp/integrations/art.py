@@ -26,9 +26,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from klamp.chat import is_choice
 from klamp.controllers import Controller
 from klamp.errors import ConfigError, needing
-from klamp.local.trajectories import is_choice
 from klamp.local_backend import LocalBackend, TrainableModel
 
 with needing("klamp.integrations.art", "serve"):

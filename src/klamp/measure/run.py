@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from klamp import jsonl, models
+from klamp.chat import Prompt, problem
 from klamp.errors import ConfigError, require_number, writing
 from klamp.measure.figures import Estimate, Figures, total
 from klamp.measure.pair import Pair, load_pair
 from klamp.measure.score import given, records, token_map
 from klamp.measure.sides import sides
-from klamp.messages import Prompt, problem
 from klamp.sampling.sampler import Sampler, context_of, end_ids
 from klamp.sampling.server_sampler import ServedSampler
 from klamp.sampling.vllm_server import Request, Server

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from klamp import estimators as e
+from klamp.chat import Prompt, as_text
 from klamp.kernels import TokenStats
 from klamp.masked import select
 from klamp.measure.pair import Pair
-from klamp.messages import Prompt, as_text
 from klamp.train.batch import Part, Rollout, collate, part
 from klamp.train.policy import Anchor, score
 

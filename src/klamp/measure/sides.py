@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from klamp import models
+from klamp.chat import Prompt
 from klamp.errors import ConfigError, shown
-from klamp.messages import Prompt
 from klamp.train import data
 from klamp.train.anchors import saved_steps
 from klamp.train.checkpoint import folder_of

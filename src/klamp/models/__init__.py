@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from klamp.chat import Prompt, problem
 from klamp.errors import ConfigError, shown, unknown
-from klamp.messages import Prompt, problem
 from klamp.models.fetch import HUB_ID, cached, smollm2
 from klamp.models.fetch import _quiet as _quiet
 from klamp.models.fetch import canonical as canonical

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klamp.messages import Prompt
+from klamp.chat import Prompt
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from klamp.chat import Prompt
 from klamp.errors import ConfigError
-from klamp.messages import Prompt
 from klamp.sampling.decode import Decoder
 from klamp.sampling.merged_model import MergedModel, Trained
 from klamp.sampling.rollout import Rollout

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from klamp.chat import Encoder
 from klamp.errors import ConfigError, KlampError, shown
-from klamp.local.encode import Encoder
 from klamp.serve.batch import Batch
 from klamp.serve.text import Text
 

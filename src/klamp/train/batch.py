@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from klamp.chat import Prompt
 from klamp.errors import ConfigError
-from klamp.messages import Prompt
 from klamp.sampling.rollout import Rollout
 
 __all__ = ["Part", "Rollout", "collate", "part", "parts"]

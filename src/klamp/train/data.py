@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from klamp import jsonl
+from klamp.chat import Prompt, as_text, keys, problem
 from klamp.errors import ConfigError
-from klamp.messages import Prompt, as_text, keys, problem
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from klamp import models
+from klamp.chat import as_text
 from klamp.errors import ConfigError, KlampError
-from klamp.messages import as_text
 from klamp.references import parse
 from klamp.sampling.ahead import Ahead
 from klamp.sampling.sampler import context_of

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from klamp import models
+from klamp.chat import Prompt, as_text
 from klamp.errors import ConfigError, KlampError, require_number, shown, unknown
 from klamp.functions import imported
-from klamp.messages import Prompt, as_text
 from klamp.train.config import RewardConfig
 
 RewardFunction = Callable[..., Sequence[float]]

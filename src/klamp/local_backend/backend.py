@@ -24,30 +24,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from klamp import models
 from klamp.controllers import Controller
-from klamp.errors import ConfigError, needing, require_number
+from klamp.errors import ConfigError, require_number
+from klamp.local_backend.arguments import COEFFICIENT, Arguments, refuse_unknown
+from klamp.local_backend.completions import Request
+from klamp.local_backend.open_model import OpenModel
+from klamp.local_backend.trajectories import Choice
+from klamp.local_backend.worker import TrainResult
 from klamp.references import ReferenceSpec
-
-with needing("klamp.local_backend", "train"):
-    from klamp.local.arguments import COEFFICIENT, Arguments, refuse_unknown
-    from klamp.local.gather import gather_trajectory_groups
-    from klamp.local.open_model import OpenModel
-    from klamp.local.trajectories import Choice, Message, Trajectory, TrajectoryGroup
-    from klamp.local.worker import Request, TrainResult
-    from klamp.train.anchors import saved_steps
+from klamp.train.anchors import saved_steps
 
 if TYPE_CHECKING:
-    from klamp.local.endpoint import Endpoint
-
-__all__ = [
-    "Choice",
-    "LocalBackend",
-    "Message",
-    "TrainResult",
-    "TrainableModel",
-    "Trajectory",
-    "TrajectoryGroup",
-    "gather_trajectory_groups",
-]
+    from klamp.local_backend.endpoint import Endpoint
 
 NAME = re.compile(r"\w[\w.+ -]{0,99}")
 
@@ -156,7 +143,7 @@ class LocalBackend:
         opened = self._open(model)
         await opened.call(lambda _: None)
         if self._endpoint is None:
-            from klamp.local.endpoint import Endpoint
+            from klamp.local_backend.endpoint import Endpoint
 
             self._endpoint = Endpoint(*self.place)
         self._endpoint.add(opened)
@@ -286,8 +273,8 @@ class LocalBackend:
             self._endpoint = None
         for opened in self._opened.values():
             await asyncio.to_thread(opened.thread.shutdown)
-            if opened.worker is not None and opened.worker.served is not None:
-                opened.worker.served.close()
+            if opened.worker is not None and opened.worker.completions.served is not None:
+                opened.worker.completions.served.close()
         self._opened.clear()
 
     def _open(self, model: Any) -> OpenModel:

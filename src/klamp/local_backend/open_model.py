@@ -9,11 +9,12 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from klamp.chat import Encoder
 from klamp.errors import KlampError
-from klamp.local.arguments import Place
-from klamp.local.encode import Encoder
-from klamp.local.trajectories import Choice
-from klamp.local.worker import Request, Worker
+from klamp.local_backend.arguments import Place
+from klamp.local_backend.completions import Request
+from klamp.local_backend.trajectories import Choice
+from klamp.local_backend.worker import Worker
 from klamp.serve import engine
 from klamp.serve.engine import Engine, Limits, Model, split_step
 from klamp.train.anchors import saved_steps
@@ -92,7 +93,9 @@ class OpenModel:
         length, temperature = settings
         requests = [request for request, _ in asked]
         try:
-            drawn = await self.call(lambda w: w.sample(requests, max_tokens=length, temperature=temperature))
+            drawn = await self.call(
+                lambda w: w.completions.sample(requests, max_tokens=length, temperature=temperature)
+            )
         except Exception as error:
             drawn = [error] * len(asked)
         for (_, answer), choices in zip(asked, drawn, strict=True):
@@ -141,7 +144,7 @@ class OpenModel:
 
     def weights(self, name: str) -> Model:
         """The weights that ``name`` stands for; in the model's thread."""
-        return self._opened().sampled_model(split_step(name)[1])
+        return self._opened().completions.sampled_model(split_step(name)[1])
 
     def submit(self, request: engine.Request) -> None:
         """Begin a request of the endpoint's, or raise Busy."""

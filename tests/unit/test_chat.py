@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from klamp import models
+from klamp.chat import as_text
 from klamp.errors import ConfigError
-from klamp.messages import as_text
 from klamp.train import data
 
 TEMPLATE = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 
 from klamp.errors import ConfigError
-from klamp.local.open_model import OpenModel
+from klamp.local_backend.open_model import OpenModel
 from klamp.serve.app import make_app
 from klamp.serve.engine import Limits, split_step
 from klamp.serve.server import Server

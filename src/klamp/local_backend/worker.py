@@ -10,9 +10,8 @@ import contextlib
 import json
 import random
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,16 @@ import torch
 from safetensors.torch import load_file
 
 from klamp import models
+from klamp.chat import Encoder
 from klamp.errors import ConfigError, KlampError
-from klamp.local.arguments import Arguments, Place
-from klamp.local.batch import Batch
-from klamp.local.encode import Encoder
-from klamp.local.served import Served
-from klamp.local.trajectories import Choice, Message
+from klamp.local_backend.arguments import Arguments, Place
+from klamp.local_backend.batch import Batch
+from klamp.local_backend.completions import Completions
 from klamp.monitor import Alarm
 from klamp.references import AdapterPath, Base, Ema, Periodic, ReferenceSpec, StepLag, parse
-from klamp.sampling.merged_model import ADAPTER, MergedModel
-from klamp.sampling.sampler import Sampler, context_of, end_ids
-from klamp.sampling.server_sampler import ServerSampler
-from klamp.serve.engine import STEPS_IN_MEMORY, Model
+from klamp.sampling.sampler import context_of, end_ids
 from klamp.train import anchors, checkpoint
-from klamp.train.config import RolloutConfig, TrainConfig
+from klamp.train.config import TrainConfig
 from klamp.train.data import mix
 from klamp.train.launch import make_accelerator
 from klamp.train.learner import Learner, Outcome
@@ -66,15 +61,6 @@ class TrainResult:
         )
 
 
-@dataclass(frozen=True)
-class Request:
-    """Completions somebody waits for."""
-
-    messages: Sequence[Any]
-    n: int
-    tools: list[Any] | None = None
-
-
 class Worker:
     """A model folder, opened: at its newest checkpoint, or at step 0, which is saved."""
 
@@ -105,13 +91,7 @@ class Worker:
             context=context_of(model),
             end=end_ids(self.tokenizer, model),
         )
-        self.merged: MergedModel | None = None
-        """What is sampled from; made when first asked for."""
-        self.past: OrderedDict[int, MergedModel] = OrderedDict()
-        """The same of saved steps that were asked for."""
-        self.sampler: Sampler | None = None
-        self.served = None if place.server is None else Served(*place.server)
-        self.asked = 0
+        self.completions = Completions(self)
 
     # -- the folder -------------------------------------------------------------------------------------------------
 
@@ -185,7 +165,7 @@ class Worker:
                 self._back()
                 raise
             self._remember(step, checkpoint.folder_of(self.place.folder, step))
-        self.asked = 0
+        self.completions.asked = 0
         return TrainResult(step, metrics, str(self.path), outcome.alarms, before or self.anchored)
 
     def _step(self, step: int, batch: Batch, config: TrainConfig, arguments: Arguments) -> Outcome:
@@ -193,8 +173,7 @@ class Worker:
         if step == 1 and batch.says_something:
             preflight(self.learner, rollout)
         outcome = self.learner.step(step, rollout, scored, stale=batch.stale)
-        if self.merged is not None:
-            self.merged.refresh()
+        self.completions.refresh()
         return outcome
 
     def _write(self, step: int, config: TrainConfig, outcome: Outcome, metrics: dict[str, float]) -> None:
@@ -234,8 +213,7 @@ class Worker:
         with _randomness_untouched():
             checkpoint.load(checkpoint.Saved(self.step, self.path), self.learner)
         self.folder.rewind(self.step)
-        if self.merged is not None:
-            self.merged.refresh()
+        self.completions.refresh()
 
     def delete_checkpoints(self, keep: Sequence[int]) -> list[int]:
         """Delete other steps than ``keep``, the newest and those that the newest step's reference needs."""
@@ -289,101 +267,6 @@ class Worker:
         if anchors.REFERENCE in model.peft_config:
             with anchors._keeping_trainable(policy):
                 model.delete_adapter(anchors.REFERENCE)
-
-    # -- sampling ---------------------------------------------------------------------------------------------------
-
-    def sample(
-        self, requests: Sequence[Request], *, max_tokens: int, temperature: float
-    ) -> list[list[Choice] | Exception]:
-        """``n`` choices for every request, drawn in one batch; the error of a request whose messages do not do.
-
-        What is drawn follows from the seed, the step and the order of the calls since it.
-        """
-        prompts = [self._prompt(r, max_tokens) for r in requests]
-        repeated = [p for p, r in zip(prompts, requests, strict=True) if isinstance(p, list) for _ in range(r.n)]
-        each = iter(self._drawn(repeated, max_tokens, temperature) if repeated else [])
-        return [
-            [replace(next(each), index=i) for i in range(r.n)] if isinstance(p, list) else p
-            for p, r in zip(prompts, requests, strict=True)
-        ]
-
-    def _prompt(self, request: Request, max_tokens: int) -> list[int] | Exception:
-        try:
-            ids = self.encoder.prompt(request.messages, request.tools)
-        except ConfigError as error:
-            return error
-        context = self.encoder.context
-        if context is not None and len(ids) + max_tokens > context:
-            return ConfigError(
-                f"messages of {len(ids)} tokens and max_tokens={max_tokens} exceed the model's context of {context}. "
-                "Shorten the messages or lower max_tokens."
-            )
-        return ids
-
-    def _drawn(self, prompts: list[list[int]], max_tokens: int, temperature: float) -> Iterator[Choice]:
-        sampler = self._sampler(RolloutConfig(group_size=1, max_tokens=max_tokens, temperature=temperature), prompts)
-        generator = torch.Generator(self.learner.device).manual_seed(mix(self.place.seed, self.step, self.asked, 3))
-        drawn = sampler.sample(prompts, [""] * len(prompts), generator).to("cpu")
-        self.asked += 1
-        assert drawn.ended is not None, "the sampler says which sequences ended"
-        for row, prompt in enumerate(prompts):
-            keep = drawn.mask[row]
-            yield Choice(
-                message=Message("assistant", drawn.completions[row]),
-                finish_reason="stop" if bool(drawn.ended[row]) else "length",
-                token_ids=tuple(drawn.tokens[row][keep].tolist()),
-                logp=tuple(drawn.sampler_logp[row][keep].tolist()),
-                prompt_token_ids=tuple(prompt),
-                temperature=temperature,
-                step=self.step,
-            )
-
-    def _sampler(self, settings: RolloutConfig, prompts: list[list[int]]) -> Sampler | ServerSampler:
-        if self.served is not None:
-            return self.served.for_step(self, settings, prompts)
-        if self.sampler is None or self.sampler.config.temperature != settings.temperature:
-            merged = self._now()
-            self.sampler = Sampler(self.learner.policy, self.tokenizer, settings, self.encoder.context, merged)
-        self.sampler.config = settings
-        return self.sampler
-
-    def _now(self) -> MergedModel:
-        """The policy as it is now, to sample from."""
-        if self.merged is None:
-            self.merged = MergedModel(self.learner.policy)
-            self.merged.refresh()
-        return self.merged
-
-    def sampled_model(self, step: int | None) -> Model:
-        """The weights of a saved step, or as they are now, for the endpoint."""
-        if step is None or step == self.step:
-            return Model(self._now().model, self.step)
-        if step not in self.past:
-            with self._weights_of(step):
-                merged = MergedModel(self.learner.policy)
-                merged.refresh()
-            self.past[step] = merged
-            while len(self.past) > STEPS_IN_MEMORY - 1:
-                self.past.popitem(last=False)
-        return Model(self.past[step].model, step)
-
-    @contextlib.contextmanager
-    def _weights_of(self, step: int) -> Iterator[None]:
-        """The adapter of a saved step in the policy's place, and afterwards the policy's again, to the bit."""
-        from peft import set_peft_model_state_dict
-
-        if step not in anchors.saved_steps(self.place.folder):
-            there = ", ".join(map(str, anchors.saved_steps(self.place.folder)))
-            raise ConfigError(f"step {step} is not saved. Saved steps: {there}.")
-        path = checkpoint.folder_of(self.place.folder, step) / "adapter_model.safetensors"
-        own = {p: p.detach().clone() for p in self.learner.policy.trainable().values()}
-        try:
-            set_peft_model_state_dict(self.learner.policy.model, load_file(path), adapter_name=ADAPTER)
-            yield
-        finally:
-            with torch.no_grad():
-                for parameter, value in own.items():
-                    parameter.copy_(value)
 
 
 def _stamp(spec: ReferenceSpec) -> str:

@@ -1,16 +1,133 @@
-"""Rollouts run at the same time: groups to be awaited, and many of them with some failures allowed, as in ART."""
+"""What was said and what it was worth: choices, trajectories and groups of them, with ART's attribute names.
+
+Anything with these attributes is accepted in their place: an OpenAI choice, an ``art.Trajectory``, a message as a
+dictionary. Rollouts of a group, and many groups, run at the same time, with some failures allowed, as in ART.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import contextvars
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
+from klamp.chat import as_message
 from klamp.errors import require_number
-from klamp.local.trajectories import TrajectoryGroup
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a chat."""
+
+    role: str
+    content: str | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the model said in one turn, with the tokens it said it in. Those are trained on, never the text."""
+
+    message: Message
+    finish_reason: Literal["stop", "length"]
+    """stop: it ended by itself. length: it was cut off."""
+    token_ids: tuple[int, ...]
+    """As sampled; the end token is among them when the model said it."""
+    logp: tuple[float, ...]
+    """Log-prob of each token under the distribution it was drawn from."""
+    prompt_token_ids: tuple[int, ...]
+    """What the model had before it."""
+    temperature: float = 1.0
+    step: int | None = None
+    """The step whose weights said it."""
+    index: int = 0
+
+
+@dataclass
+class Trajectory:
+    """Messages and choices in the order they came, and the reward of the whole. Only choices are trained on."""
+
+    messages_and_choices: list[Any]
+    """Dictionaries with role and content, and choices. Without a single choice, the assistant's messages count, and
+    are tokenised once."""
+    reward: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Averaged over the step and returned as ``trajectory/NAME``."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    logs: list[str] = field(default_factory=list)
+    tools: list[Any] | None = None
+    """Passed to the chat template."""
+    additional_histories: list[Any] = field(default_factory=list)
+    """Side conversations with ``messages_and_choices`` and ``tools`` of their own, trained on with the same reward."""
+    start_time: float = field(default_factory=time.monotonic, repr=False, compare=False)
+
+    def log(self, message: str) -> None:
+        """Keep a line with the trajectory."""
+        self.logs.append(message)
+
+    def finish(self) -> Trajectory:
+        """Note the seconds since the trajectory was made as the metric ``duration``."""
+        self.metrics["duration"] = time.monotonic() - self.start_time
+        return self
+
+    @contextlib.asynccontextmanager
+    async def track_duration(self, name: str) -> AsyncIterator[None]:
+        """Add the seconds that the block takes to the metric ``NAME_duration``."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            key = f"{name}_duration"
+            self.metrics[key] = self.metrics.get(key, 0.0) + time.monotonic() - began
+
+    def messages(self) -> list[dict[str, Any]]:
+        """All of it as plain messages."""
+        return [as_message(item) for item in self.messages_and_choices]
+
+
+class TrajectoryGroup:
+    """Trajectories that are compared with one another: attempts at the same task. Failed ones may be among them.
+
+    ``await TrajectoryGroup(coroutines)`` runs them at the same time and raises what one of them raises, unless
+    ``gather_trajectory_groups`` allows some to fail. ``TrajectoryGroup.gather`` keeps whatever fails.
+    """
+
+    def __init__(
+        self,
+        trajectories: Iterable[Any],
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        exceptions: Iterable[BaseException] = (),
+    ) -> None:
+        given = list(trajectories)
+        self.pending = given if any(isinstance(t, Awaitable) for t in given) else []
+        """Coroutines among the rest, until the group is awaited."""
+        if self.pending:
+            given = []
+        self.trajectories = [t for t in given if not isinstance(t, BaseException)]
+        self.exceptions = [*(t for t in given if isinstance(t, BaseException)), *exceptions]
+        self.metadata = dict(metadata or {})
+
+    @classmethod
+    async def gather(
+        cls, rollouts: Iterable[Awaitable[Any]], *, metadata: Mapping[str, Any] | None = None
+    ) -> TrajectoryGroup:
+        """Run the rollouts at the same time; one that raises an Exception is kept as such and not trained on."""
+        with allowing(math.inf):
+            return await cls(rollouts, metadata=metadata)
+
+    def __await__(self) -> Generator[Any, None, TrajectoryGroup]:
+        return rolled_out(self).__await__()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.trajectories)
+
+    def __len__(self) -> int:
+        return len(self.trajectories)
+
 
 AfterEach = Callable[[TrajectoryGroup], Awaitable["TrajectoryGroup | list[TrajectoryGroup] | None"]]
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from klamp.chat import Encoder, Row
 from klamp.errors import ConfigError, require_number
-from klamp.local.arguments import Arguments
-from klamp.local.encode import Encoder, Row
+from klamp.local_backend.arguments import Arguments
 from klamp.objectives import group_advantages
 from klamp.train.batch import Rollout, collate
 from klamp.train.rewards import Scored
