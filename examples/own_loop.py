@@ -1,12 +1,14 @@
-"""A policy-gradient loop of your own with klamp as a library: measure, price, clamp, steer, watch.
+# %% [markdown]
+# # KL control in a policy-gradient loop of your own
+#
+#     pip install klamp
+#     python examples/own_loop.py          # a few seconds on one CPU thread
+#
+# The model is a toy: a GRU over 12 letters whose random initial weights are its reference. The KL is real: it is summed
+# over the vocabulary at every position, priced with the gradient of the sequence's KL, and held at 0.1 nats per token.
+# Replace `ToyLM` and `reward` by yours. Everything that says `klamp` stays.
 
-    python examples/own_loop.py
-
-The model is a toy (a GRU over 12 letters, with random weights as its reference), the KL is real: exact over the
-vocabulary at every position, priced with the true gradient of the sequence's KL, held at 0.1 nats per token.
-Replace ``ToyLM`` and ``reward`` by yours; everything that says klamp stays. Takes a few seconds on one CPU thread.
-"""
-
+# %%
 from __future__ import annotations
 
 import copy
@@ -20,6 +22,11 @@ VOCABULARY, LENGTH, END, BATCH, STEPS = 12, 12, 0, 96, 80
 TARGET = 0.1
 
 
+# %% [markdown]
+# ## A policy that can be sampled
+
+
+# %%
 class ToyLM(nn.Module):
     """Next-token logits from a GRU."""
 
@@ -48,12 +55,25 @@ class ToyLM(nn.Module):
         return tokens, (ended == 0) | ((ended == 1) & (tokens == END))
 
 
+# %% [markdown]
+# ## A reward
+
+
+# %%
 def reward(tokens: Tensor, mask: Tensor) -> Tensor:
     """How often a letter follows the one before it in the alphabet; [B]."""
     follows = (tokens[:, 1:] == tokens[:, :-1] + 1) & mask[:, 1:]
     return follows.float().sum(-1)
 
 
+# %% [markdown]
+# ## The loss, with the price of KL
+#
+# `sequence_exact` splits the price into two parts. `local` goes into the loss, `advantage` onto the advantages after
+# they are normalised.
+
+
+# %%
 def policy_loss(policy: ToyLM, reference: ToyLM, batch: tuple[Tensor, Tensor, Tensor], beta: float) -> Tensor:
     """REINFORCE with normalised rewards, plus the two halves of the gradient of the sequence's KL."""
     tokens, mask, rewards = batch
@@ -66,12 +86,24 @@ def policy_loss(policy: ToyLM, reference: ToyLM, batch: tuple[Tensor, Tensor, Te
     return klamp.mean(price.local - advantages * logp, mask)
 
 
+# %% [markdown]
+# ## Measuring KL
+
+
+# %%
 @torch.no_grad()
 def measure(policy: ToyLM, reference: ToyLM, tokens: Tensor, mask: Tensor) -> float:
     """KL(policy ‖ reference) in nats per token, exact at every prefix of these samples."""
     return klamp.mean(klamp.exact(policy(tokens), reference(tokens)), mask, per="token").item()
 
 
+# %% [markdown]
+# ## The loop
+#
+# Sample, measure, update, clamp, steer, record.
+
+
+# %%
 def main() -> None:
     torch.manual_seed(0)
     policy = ToyLM()

@@ -28,7 +28,7 @@ def test_the_lines_run_and_every_metric_is_in_the_table(trainer: Callable[..., A
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")  # torch, where there is no GPU
 def test_the_example_trains(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.argv", ["trl_grpo.py", "--steps", "3"])
+    monkeypatch.setenv("STEPS", "3")
     runpy.run_path(str(ROOT / "examples" / "trl_grpo.py"), run_name="__main__")
     lines = capsys.readouterr().out.strip().splitlines()
     assert lines[0].split() == ["step", "reward", "kl", "beta", "effort"]
