@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     )
     from klamp.clamp import clamp as clamp_kl
     from klamp.compat import kl_controller
+    from klamp.control import Control
+    from klamp.control_state import ControlState
     from klamp.controllers import (
         Controller,
         Doubling,
@@ -56,7 +58,7 @@ if TYPE_CHECKING:
         top_k_exact,
         weighted,
     )
-    from klamp.monitor import Alarm, Limits, Monitor
+    from klamp.monitor import Alarm, Limits, Monitor, MonitorState
     from klamp.placements import Pair, SequenceKL, check, in_advantage, in_loss, in_reward, sequence_exact
 
 __version__ = "0.1.0"
@@ -65,6 +67,8 @@ HOMES = {
     "audit": ("Finding", "audit_function", "audit_matrix"),
     "clamp": ("Clamped", "Gauge", "lora_scaler", "scale_for", "snapshot", "weights_scaler"),
     "compat": ("kl_controller",),
+    "control": ("Control",),
+    "control_state": ("ControlState",),
     "controllers": (
         *("Controller", "Doubling", "Exponential", "Fixed", "Hold"),
         *("HoldState", "Scheduled", "State", "Stateful", "Ziegler"),
@@ -74,7 +78,7 @@ HOMES = {
         *("absolute", "chi2_minus_kl", "estimator", "exact", "exact_forward", "fitted", "k1", "k2", "k3", "k3_clamped"),
         *("mean", "r_log_r", "straight_through", "sum_count", "top_k_exact", "weighted"),
     ),
-    "monitor": ("Alarm", "Limits", "Monitor"),
+    "monitor": ("Alarm", "Limits", "Monitor", "MonitorState"),
     "placements": ("Pair", "SequenceKL", "check", "in_advantage", "in_loss", "in_reward", "sequence_exact"),
     # These need transformers and its kin.
     "local_backend": ("LocalBackend", "Trajectory", "TrajectoryGroup", "TrainableModel"),
@@ -108,6 +112,8 @@ __all__ = [
     "Alarm",
     "Clamped",
     "ConfigError",
+    "Control",
+    "ControlState",
     "Controller",
     "Doubling",
     "Exponential",
@@ -119,6 +125,7 @@ __all__ = [
     "KlampError",
     "Limits",
     "Monitor",
+    "MonitorState",
     "Pair",
     "Scheduled",
     "SequenceKL",

@@ -23,6 +23,9 @@ from torch import Tensor, nn
 
 from klamp.errors import ConfigError, require_number
 
+LIMIT = 1.1
+"""The usual limit, in targets: readings of a KL that rests at its target scatter by less."""
+
 Scaler = Callable[[float], None]
 """Multiplies a displacement by a factor, in place. Factors compound: 0.5 and then 1.2 leaves 0.6 of it."""
 
@@ -101,6 +104,20 @@ def clamp(
     if not math.isfinite(before) or before <= limit:
         return Clamped(before, before, held=math.isfinite(before))
     return _search(measure, scale, limit, before, rounds, max(origin_kl, 0.0))
+
+
+def no_farther(measure: Callable[[], float], scale: Scaler, began: float, halvings: int = 4) -> Clamped:
+    """Halve a step until KL is no higher than where it began; undo it when that does not do."""
+    before = kl = measure()
+    total, rounds = 1.0, 0
+    while kl > began and rounds < halvings:
+        scale(0.5)
+        total, rounds, kl = total / 2, rounds + 1, measure()
+    effort = rounds * math.log(2)
+    if not kl <= began:  # also where it cannot be measured
+        scale(0.0)
+        total, kl = 0.0, began
+    return Clamped(before, kl, total, effort, rounds, held=math.isfinite(before))
 
 
 # Part of the limit that a clamped step may leave unused. Measuring again costs a forward pass, and 3 % of KL is 1.5 %

@@ -1,11 +1,13 @@
 """One record a step, and alarms that say what to change: a run that goes wrong should say so before it is over.
 
-A :class:`Monitor` keeps the last ``window`` steps. It works with no target and with beta 0: measuring is free of
-pricing. An alarm is raised once when its figure crosses the line and again only after the figure has come well back.
+A :class:`Monitor` keeps the last ``window`` steps, and hands them out as a value (:attr:`Monitor.state`). It works with
+no target and with beta 0: measuring is free of pricing. An alarm is raised once when its figure crosses the line and
+again only after the figure has come well back.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -78,6 +80,33 @@ class Alarm:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return {**asdict(self), "figures": _plain(self.figures)}
+
+
+@dataclass(frozen=True)
+class MonitorState:
+    """What a monitor has seen: plain values, to JSON and back without loss."""
+
+    window: tuple[Mapping[str, float], ...] = ()
+    """The figures of the last steps, oldest first."""
+    steps: int = 0
+    """Steps in all."""
+    raised: tuple[str, ...] = ()
+    """Alarms that were raised and whose figures have not come back since."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """A dictionary of JSON values; :meth:`from_dict` reverses it."""
+        return {"window": [dict(row) for row in self.window], "steps": self.steps, "raised": list(self.raised)}
+
+    @staticmethod
+    def from_dict(saved: Mapping[str, Any]) -> MonitorState:
+        """The state that :meth:`to_dict` wrote."""
+        try:
+            rows = tuple({str(k): float(v) for k, v in row.items()} for row in saved["window"])
+            return MonitorState(rows, int(saved["steps"]), tuple(sorted({str(kind) for kind in saved["raised"]})))
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ConfigError(
+                f"a saved monitor is damaged: {type(error).__name__} ({error}). Start a new one."
+            ) from None
 
 
 class Monitor:
@@ -155,22 +184,25 @@ class Monitor:
         values = [r[key] for r in self.window if key in r]
         return fmean(values) if values else None
 
+    @property
+    def state(self) -> MonitorState:
+        """What was seen, as a value."""
+        return MonitorState(tuple(self.window), self.steps, tuple(sorted(self.raised)))
+
+    def at(self, state: MonitorState) -> Monitor:
+        """A monitor with the same settings that has seen ``state``; this one is left as it is."""
+        other = copy.copy(self)
+        other.window = deque((dict(row) for row in state.window), maxlen=self.window.maxlen)
+        other.steps, other.raised = state.steps, set(state.raised)
+        return other
+
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs, as plain JSON values."""
-        return {"window": list(self.window), "steps": self.steps, "raised": sorted(self.raised)}
+        return self.state.to_dict()
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from :meth:`state_dict`."""
-        try:
-            rows = [{str(k): float(v) for k, v in row.items()} for row in saved["window"]]
-            steps, raised = int(saved["steps"]), {str(kind) for kind in saved["raised"]}
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise ConfigError(
-                f"a saved monitor is damaged: {type(error).__name__} ({error}). Start a new one."
-            ) from None
-        self.window.clear()
-        self.window.extend(rows)
-        self.steps, self.raised = steps, raised
+        vars(self).update(vars(self.at(MonitorState.from_dict(saved))))
 
     def _judge(self, step: int) -> Iterator[Alarm | None]:
         *past, row = self.window

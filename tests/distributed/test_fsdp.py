@@ -83,7 +83,7 @@ def work(folder: Path, names: list[str]) -> None:
             made = Trainer(config, quiet=True)
             made.accelerator.end_training = lambda: None  # it ends the process group, which the next run needs
             made.run()
-            found[name] = {"weights": weights(made), "state": made.learner.steering.state_dict()}
+            found[name] = {"weights": weights(made), "state": made.learner.control.to_dict()}
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 

@@ -75,7 +75,7 @@ def two_steps(made: Trainer) -> list[dict[str, float]]:
 def one_step(config: TrainConfig) -> dict[str, Any]:
     made = Trainer(config, rewards=[lambda prompts, completions: [0.0] * len(completions)], quiet=True)
     before = weights(made)
-    return {"metrics": two_steps(made), "beta": made.learner.steering.beta, "before": before, "weights": weights(made)}
+    return {"metrics": two_steps(made), "beta": made.learner.control.beta, "before": before, "weights": weights(made)}
 
 
 def weights(made: Trainer) -> list[float]:
@@ -98,12 +98,12 @@ def work(folder: Path) -> None:
         betas: list[float] = []
 
         def watch(step: int, made: Trainer) -> dict[str, float]:
-            betas.append(made.learner.steering.beta)
+            betas.append(made.learner.control.beta)
             return {}
 
         made = Trainer(from_yaml(TrainConfig, folder / "run.yaml"), quiet=True, watch=watch)
         made.run()
-        found["run"] = {"betas": betas, "weights": weights(made), "state": made.learner.steering.state_dict()}
+        found["run"] = {"betas": betas, "weights": weights(made), "state": made.learner.control.to_dict()}
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 

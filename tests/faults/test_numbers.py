@@ -42,7 +42,7 @@ def everything(learner: Learner) -> dict[str, Any]:
         for p, state in learner.optimizer.state.items()
         for k, v in state.items()
     }
-    steering = learner.steering.state_dict()
+    steering = learner.control.to_dict()
     steering.pop("monitor")  # its window is for alarms; it counts every step
     return {
         "weights": {n: p.detach().clone() for n, p in learner.policy.named_parameters()},
@@ -108,7 +108,7 @@ def test_what_is_not_finite_in_the_model_poisons_nothing(
     for number in (1, 2):
         step(made, number)
     before = everything(made.learner)
-    beta = made.learner.steering.beta
+    beta = made.learner.control.beta
     rollout = made.sample(3)
     scored = made.scorer(rollout.prompts, rollout.completions, rollout.columns)
     spoiler.on = True
@@ -159,7 +159,7 @@ def test_one_bad_minibatch_is_left_out_and_the_others_count(trainer: Any) -> Non
     assert any(not torch.equal(w, after["weights"][n]) for n, w in before["weights"].items()), "the other counted"
     assert all(bool(torch.isfinite(t).all()) for t in after["weights"].values())
     assert all(bool(torch.isfinite(t).all()) for t in after["optimiser"].values())
-    assert math.isfinite(made.learner.steering.beta)
+    assert math.isfinite(made.learner.control.beta)
 
 
 def test_a_first_step_that_is_left_out_sets_no_price(trainer: Any) -> None:
@@ -171,7 +171,7 @@ def test_a_first_step_that_is_left_out_sets_no_price(trainer: Any) -> None:
     spoiler.on = True
     made.learner.step(1, rollout, replace(scored, total=torch.zeros(8)))  # no spread: nothing to price against
     spoiler.on = False
-    assert made.learner.steering.state is None
+    assert not made.learner.control.started
     plain = trainer(preflight=False, run=made.config.run + "-plain")
     assert step(made, 2).metrics["kl/beta"] == step(plain, 2).metrics["kl/beta"]
 
@@ -265,7 +265,7 @@ def test_or_its_step_is_left_out_and_counted(trainer: Any, kind: str, name: str)
     assert outcome.metrics["train/skipped"] == (4.0 if name == "ppo" else 1.0)
     broken[0] = False
     step(made, 3)
-    assert made.learner.steering.state.updates == 2
+    assert made.learner.control.state.price.updates == 2
 
 
 def test_one_bad_reward_is_masked_alone(trainer: Any) -> None:

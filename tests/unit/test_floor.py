@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from klamp.train.config import KLConfig, OptimConfig, TrainConfig
+from klamp.train.control import control_of, warn_near_floor
 from klamp.train.loop import Trainer
-from klamp.train.steering import Steering
 
 
 def first_step(tmp_path: Path, dtype: str) -> dict[str, float]:
@@ -30,17 +30,16 @@ def test_bfloat16_has_a_floor_and_float32_has_none(tmp_path: Path) -> None:
 
 
 def test_at_the_floor_the_controller_reads_nothing_and_at_the_target_the_target() -> None:
-    steering = Steering(KLConfig(target=0.05, per="token"))
-    steering.set_floor(0.002)
-    assert steering.above_floor(0.002) == 0
-    assert steering.above_floor(0.0015) == 0
-    assert steering.above_floor(0.05) == pytest.approx(0.05)
+    control = control_of(KLConfig(target=0.05, per="token")).init(floor=0.002)
+    assert control.above_floor(0.002) == 0
+    assert control.above_floor(0.0015) == 0
+    assert control.above_floor(0.05) == pytest.approx(0.05)
 
 
 def test_a_target_near_the_floor_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        Steering(KLConfig(target=0.009, per="token")).set_floor(0.002)
+        warn_near_floor(KLConfig(target=0.009, per="token"), 0.002)
     assert "less than 5 times the floor" in caplog.text
     caplog.clear()
-    Steering(KLConfig(target=0.02, per="token")).set_floor(0.002)
+    warn_near_floor(KLConfig(target=0.02, per="token"), 0.002)
     assert not caplog.text

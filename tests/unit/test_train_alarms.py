@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from klamp.monitor import ADVICE, Alarm, Monitor
-from klamp.train.advice import advice
 from klamp.train.config import KLConfig, TrainConfig
+from klamp.train.control import advice
 from klamp.train.display import Display, place
 from klamp.train.figures import without_signal
 from klamp.train.loop import Trainer

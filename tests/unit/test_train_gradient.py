@@ -54,7 +54,7 @@ def setting(request: pytest.FixtureRequest, tmp_path_factory: Any, words_model: 
         for p in learner.policy.trainable().values():
             p.add_(torch.randn(p.shape, generator=generator), alpha=0.2)
     made.sampler.refresh()
-    learner.steering.start(1.0, 5.0)
+    learner.control = learner.control.init()
     rollout = made.sample(1)
     assert rollout.mask.sum(1).unique().numel() > 1, "the samples should end at different places"
     return learner, rollout, made.scorer(rollout.prompts, rollout.completions, {})
@@ -64,12 +64,12 @@ def number(x: Tensor) -> float:
     return float(x.detach())
 
 
-def gradient(learner: Any, rollout: Rollout, scored: Any, **changes: Any) -> list[Tensor]:
+def gradient(learner: Any, rollout: Rollout, scored: Any, beta: float = BETA, **changes: Any) -> list[Tensor]:
     """klamp's: the loss of the whole batch as the update computes it."""
     anchors = learner._anchors(rollout)
     look = learner._look(rollout, anchors) if needs_look(learner.config, False) else None
     prepared = prepare(learner.config, rollout, scored, look, BETA, lambda x: x)
-    loss = learner.loss_of(rollout, torch.arange(len(rollout)), replace(prepared, **changes), anchors)
+    loss = learner.loss_of(rollout, torch.arange(len(rollout)), replace(prepared, **changes), anchors, beta)
     return list(torch.autograd.grad(loss, list(learner.policy.trainable().values()), allow_unused=True))
 
 
@@ -231,15 +231,13 @@ def test_a_masked_sample_takes_no_part(setting: Any) -> None:
     assert distance(part, alone) < 1e-5
 
 
-def test_beta_is_the_only_price(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beta_is_the_only_price(setting: Any) -> None:
     """At beta 0 the gradient is the task's alone, whatever the pair; the KL is measured all the same."""
     learner, rollout, scored = setting
-    state = learner.steering.state
     found = []
     for estimator, placement in (("exact", "sequence_exact"), ("k2", "in_loss"), ("k1", "in_advantage")):
         set_pair(learner, estimator, placement)
-        monkeypatch.setattr(learner.steering, "state", replace(state, beta=0.0))
-        found.append(gradient(learner, rollout, scored))
+        found.append(gradient(learner, rollout, scored, beta=0.0))
     assert distance(found[0], found[1]) < 1e-6
     assert distance(found[0], found[2]) < 1e-6
     assert float(learner._look(rollout, learner._anchors(rollout)).kl.sum()) > 0.1

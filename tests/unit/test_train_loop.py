@@ -158,14 +158,14 @@ def test_a_step_in_which_every_reward_failed_changes_nothing(trainer: Any) -> No
 
     made = trainer(rewards=fails_later, reward=RewardConfig(on_error="mask"))
     step(made, 1)
-    beta = made.learner.steering.beta
+    beta = made.learner.control.beta
     before = [p.detach().clone() for p in made.learner.policy.trainable().values()]
     outcome = step(made, 2)
     after = made.learner.policy.trainable().values()
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True)), "momentum alone is no step"
     assert outcome.metrics["reward/failed"] == 8.0
     assert outcome.metrics["train/skipped"] == 1.0
-    assert made.learner.steering.beta == beta, "nothing measured is not a KL of 0"
+    assert made.learner.control.beta == beta, "nothing measured is not a KL of 0"
     assert "non_finite" in {a.kind for a in outcome.alarms}
 
 

@@ -37,7 +37,7 @@ def test_all_is_well_and_nothing_moved(trainer: Any, full: bool, name: str) -> N
     after = everything(made.learner)
     assert all(torch.equal(after[n], before[n]) for n in before)
     assert all(p.grad is None for p in made.learner.policy.parameters())
-    assert made.learner.steering.state is None
+    assert not made.learner.control.started
     assert torch.equal(torch.get_rng_state(), draw)
 
 

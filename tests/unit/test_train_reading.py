@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from klamp.control import FADES, Control
 from klamp.train.config import KLConfig
+from klamp.train.control import control_of
 from klamp.train.reading import FEWEST, SPARSE, Reading, Sums, carried
-from klamp.train.steering import FADES, Steering
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -147,16 +148,17 @@ def test_a_reference_that_moved_is_a_first_step_again(trainer: Any) -> None:
 
 
 def test_how_large_steps_were_is_saved_and_fades() -> None:
-    steering = Steering(KLConfig())
-    assert math.isnan(steering.expected(0.01))
-    steering._remember(0.01, 0.04)
-    assert steering.expected(0.01) == pytest.approx(0.04, rel=1e-12)
-    steering._remember(0.04, 0.04)
-    assert steering.expected(0.0) == pytest.approx((FADES * 0.1) ** 2, rel=1e-12)
-    other = Steering(KLConfig())
-    other.load_state_dict(steering.state_dict())
-    assert other.jump == steering.jump
-    other.load_state_dict({k: v for k, v in steering.state_dict().items() if k != "jump"})
-    assert other.jump is None, "saved by an earlier version"
-    steering._remember(0.01, math.nan)
-    assert steering.jump is None
+    def step(control: Control, kl: float, own: float) -> Control:
+        return control.before_update(kl).after_update(lambda: own, lambda _: None)
+
+    control = control_of(KLConfig(target=1.0, per="token")).init()
+    assert math.isnan(control.expected(0.01))
+    control = step(control, 0.01, 0.04)
+    assert control.expected(0.01) == pytest.approx(0.04, rel=1e-12)
+    control = step(control, 0.04, 0.04)
+    assert control.expected(0.0) == pytest.approx((FADES * 0.1) ** 2, rel=1e-12)
+    saved = control.to_dict()
+    assert control_of(KLConfig()).from_dict(saved).state.jump == control.state.jump
+    earlier = {k: v for k, v in saved.items() if k != "jump"}
+    assert control.from_dict(earlier).state.jump is None, "saved by an earlier version"
+    assert step(control, 0.01, math.nan).state.jump is None

@@ -187,7 +187,7 @@ def test_far_from_its_reference_a_run_may_come_nearer(trainer: Any, sibling: str
 
 
 def test_above_the_limit_a_step_that_goes_farther_is_taken_back() -> None:
-    from klamp.train.steering import no_farther
+    from klamp.clamp import no_farther
 
     x = [1.0]  # the displacement; KL is 1 at its start, falls, and rises again
 

@@ -71,11 +71,11 @@ def test_a_run_is_resumed_by_its_own_configuration_with_the_changes_that_it_may_
 def test_a_new_target_keeps_the_price_near_what_holds_it(trainer: Any) -> None:
     first = trainer(steps=1, kl={"beta": 0.5})
     first.run()
-    steering = first.learner.steering
-    before = steering.beta
-    steering.retarget(0.05, 0.2)
-    assert steering.beta == pytest.approx(before * math.sqrt(0.05 / 0.2))
-    assert not steering.monitor.window
+    before = first.learner.control
+    after = before.retarget(0.05, 0.2)
+    assert after.beta == pytest.approx(before.beta * math.sqrt(0.05 / 0.2))
+    assert not after.seen.window
+    assert before.seen.window
 
 
 def test_the_switch_beside_run_is_the_same(run: Path) -> None:

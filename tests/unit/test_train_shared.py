@@ -143,7 +143,7 @@ def trainer(request: pytest.FixtureRequest, tmp_path: Any, words_model: str, wor
 def test_the_update_is_that_of_whole_sequences(trainer: Any, micro_batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     learner = trainer.learner
     learner.config = replace(learner.config, optim=replace(learner.config.optim, micro_batch=micro_batch))
-    learner.steering.start(1.0, 5.0)
+    learner.control = learner.control.init(spread=1.0, length=5.0)
     rollout = trainer.sample(1)
     scored = trainer.scorer(rollout.prompts, rollout.completions, rollout.columns)
 
@@ -152,7 +152,7 @@ def test_the_update_is_that_of_whole_sequences(trainer: Any, micro_batch: int, m
         look = learner._look(rollout, anchors)
         needed = look if needs_look(learner.config, False) else None
         prepared = prepare(learner.config, rollout, scored, needed, 0.3, lambda x: x)
-        loss = learner.loss_of(rollout, torch.arange(len(rollout)), prepared, anchors)
+        loss = learner.loss_of(rollout, torch.arange(len(rollout)), prepared, anchors, learner.control.beta)
         return [look.kl, look.logp, loss.detach(), *torch.autograd.grad(loss, learner.trained, allow_unused=True)]
 
     learner.policy.states_of.agreed = False

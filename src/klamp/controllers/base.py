@@ -2,7 +2,7 @@
 
 A controller is a frozen dataclass of settings. ``init()`` makes a :class:`State`; ``update(state, kl, n)`` returns the
 next one and changes nothing. So a resumed run continues to the bit, every rank holds the same beta, and a logged KL
-series can be replayed through another controller.
+series can be replayed through another controller. :class:`klamp.Control` carries settings and state through a loop.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from klamp.errors import ConfigError, require_number, shown
@@ -39,6 +39,10 @@ class State:
 
     def __init_subclass__(cls) -> None:
         State.kinds[cls.__name__] = cls
+
+    def retargeted(self, old: float, new: float) -> State:
+        """The state to go on from when the target changes from ``old`` to ``new``: a price alone stays."""
+        return self
 
     def to_dict(self) -> dict[str, Any]:
         """A dictionary of JSON values; :meth:`from_dict` reverses it."""
@@ -90,35 +94,80 @@ S = TypeVar("S", bound=State)
 
 
 class Controller(Protocol):
-    """Settings with ``init`` and a pure ``update``; :class:`klamp.Stateful` makes an object with ``.value`` of one."""
+    """Settings with ``init`` and a pure ``update``. Each rule takes what it needs of a reading and ignores the rest."""
 
-    def init(self) -> State:
-        """The state before the first update."""
+    def init(self, *, spread: float | None = None, length: float | None = None) -> State:
+        """The state before the first update.
+
+        Args:
+            spread: RMS of the first batch's advantages within a prompt, where it is known.
+            length: mean number of tokens in a completion, where it is known.
+        """
         ...
 
-    def update(self, state: Any, kl: float, n: int = 1) -> State:
-        """The state after observing ``kl``, measured over ``n`` sequences.
+    def update(
+        self,
+        state: Any,
+        kl: float,
+        n: int = 1,
+        *,
+        effort: float = 0.0,
+        spread: float | None = None,
+        noise: float | None = None,
+    ) -> State:
+        """The state after a reading.
 
-        It may take ``effort`` (what a clamp undid), ``spread`` (the RMS of the batch's advantages within a prompt) and
-        ``noise`` (the relative standard error of ``kl``) as keywords; :func:`advance` passes them to those that do.
+        Args:
+            state: what ``init`` or the last ``update`` returned; it is left as it is.
+            kl: the batch's KL before its update, in the unit of the target.
+            n: sequences behind ``kl``.
+            effort: what a clamp undid of the step before (``Clamped.effort``).
+            spread: RMS of the batch's advantages within a prompt.
+            noise: relative standard error of ``kl``.
         """
         ...
 
 
-def advance(
-    controller: Controller, state: Any, kl: float, n: int = 1, *, effort: float = 0.0, **known: float | None
-) -> State:
-    """``controller.update`` with the clamp's ``effort``, the batch's ``spread`` and ``noise`` where it takes them."""
-    taken = _keywords(type(controller).update)
-    offered = {"effort": effort, **known}
-    return controller.update(state, kl, n, **{k: v for k, v in offered.items() if k in taken or "**" in taken})
+def begin(controller: Controller, **known: float | None) -> State:
+    """``controller.init`` with the ``spread`` and ``length`` that are known, as far as somebody else's takes them."""
+    return controller.init(**_taken(type(controller).init, known))
+
+
+def advance(controller: Controller, state: Any, kl: float, n: int = 1, **known: float | None) -> State:
+    """``controller.update`` with the ``effort``, ``spread`` and ``noise`` that are known, as far as it takes them.
+
+    klamp's controllers take all of them; one written for ``update(state, kl, n)`` gets these alone.
+    """
+    return controller.update(state, kl, n, **_taken(type(controller).update, known))  # type: ignore[arg-type]
+
+
+def _taken(function: Callable[..., Any], known: Mapping[str, float | None]) -> dict[str, float | None]:
+    takes = _keywords(function)
+    return {k: v for k, v in known.items() if k in takes or "**" in takes}
 
 
 @functools.cache
-def _keywords(update: Callable[..., Any]) -> frozenset[str]:
+def _keywords(function: Callable[..., Any]) -> frozenset[str]:
     """The names of a function's parameters, ``**`` among them where it takes any."""
-    found = inspect.signature(update).parameters.values()
+    found = inspect.signature(function).parameters.values()
     return frozenset("**" if p.kind is p.VAR_KEYWORD else p.name for p in found)
+
+
+def described(controller: Controller) -> str:
+    """The kind and the plain settings of a controller, the same in every process: whose state a saved state is."""
+    known: tuple[Any, ...] = fields(controller) if is_dataclass(controller) else ()
+    values = {f.name: getattr(controller, f.name) for f in known}
+    plain = [f"{n}={v!r}" for n, v in values.items() if v is None or isinstance(v, int | float | str | tuple | list)]
+    return f"{type(controller).__name__}({', '.join(plain)})"
+
+
+def check_controller(name: str, controller: object) -> None:
+    """A controller has ``init`` and ``update``."""
+    if not all(callable(getattr(controller, method, None)) for method in ("init", "update")):
+        raise ConfigError(
+            f"{name} must have init() and a pure update(state, kl, n), got {shown(controller, 80)}. Pass "
+            "klamp.Hold(target=0.05, per='token') or another controller of klamp's itself."
+        )
 
 
 def skip(state: S, kl: float, kind: type[State] = State) -> S | None:

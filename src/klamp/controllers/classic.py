@@ -1,7 +1,8 @@
 """The controllers of the literature, exactly as published, with their traps refused instead of met.
 
 Ziegler et al. 2019 (arXiv 1909.08593 §2.2), as ROLL, trlx, verl and OpenRLHF have it; the exponential rule of the PPO
-tutorial; the doubling rule of PPO (arXiv 1707.06347 §4); a constant and a schedule.
+tutorial; the doubling rule of PPO (arXiv 1707.06347 §4); a constant and a schedule. They go by the KL alone, Ziegler's
+also by the number of sequences: ``effort``, ``spread``, ``noise`` and ``length`` change nothing.
 """
 
 from __future__ import annotations
@@ -25,11 +26,20 @@ class Fixed:
     def __post_init__(self) -> None:
         require_number("Fixed.beta", self.beta, at_least=0, way_out="A price is never negative; 0 only measures.")
 
-    def init(self) -> State:
+    def init(self, *, spread: float | None = None, length: float | None = None) -> State:
         """The constant, before any update."""
         return State(beta=float(self.beta))
 
-    def update(self, state: State, kl: float, n: int = 1) -> State:
+    def update(
+        self,
+        state: State,
+        kl: float,
+        n: int = 1,
+        *,
+        effort: float = 0.0,
+        spread: float | None = None,
+        noise: float | None = None,
+    ) -> State:
         """The same beta; a NaN or infinite KL is counted."""
         return skip(state, kl) or replace(state, updates=state.updates + 1)
 
@@ -48,11 +58,20 @@ class Scheduled:
                 "For a constant use Fixed(beta=...)."
             )
 
-    def init(self) -> State:
+    def init(self, *, spread: float | None = None, length: float | None = None) -> State:
         """``schedule(0)``."""
         return State(beta=self._price(0))
 
-    def update(self, state: State, kl: float, n: int = 1) -> State:
+    def update(
+        self,
+        state: State,
+        kl: float,
+        n: int = 1,
+        *,
+        effort: float = 0.0,
+        spread: float | None = None,
+        noise: float | None = None,
+    ) -> State:
         """The next beta of the schedule; a NaN or infinite KL leaves the state where it was."""
         updates = state.updates + 1
         return skip(state, kl) or replace(state, beta=self._price(updates), updates=updates)
@@ -96,11 +115,20 @@ class Ziegler:
         require_number("Ziegler.max_error", self.max_error, above=0, way_out="The original clips at 0.2.")
         check_bounds("Ziegler", self.bounds, around=self.init_beta)
 
-    def init(self) -> State:
+    def init(self, *, spread: float | None = None, length: float | None = None) -> State:
         """``init_beta``."""
         return State(beta=float(self.init_beta))
 
-    def update(self, state: State, kl: float, n: int = 1) -> State:
+    def update(
+        self,
+        state: State,
+        kl: float,
+        n: int = 1,
+        *,
+        effort: float = 0.0,
+        spread: float | None = None,
+        noise: float | None = None,
+    ) -> State:
         """One step of the rule; refuses a step so large that beta would turn zero or negative."""
         skipped = skip(state, kl)
         if skipped:
@@ -140,11 +168,20 @@ class Exponential:
         require_number("Exponential.gain", self.gain, above=0, way_out="The tutorial uses 0.1.")
         check_bounds("Exponential", self.bounds, around=self.init_beta)
 
-    def init(self) -> State:
+    def init(self, *, spread: float | None = None, length: float | None = None) -> State:
         """``init_beta``."""
         return State(beta=float(self.init_beta))
 
-    def update(self, state: State, kl: float, n: int = 1) -> State:
+    def update(
+        self,
+        state: State,
+        kl: float,
+        n: int = 1,
+        *,
+        effort: float = 0.0,
+        spread: float | None = None,
+        noise: float | None = None,
+    ) -> State:
         """One step of the rule, whatever ``n``."""
         skipped = skip(state, kl)
         if skipped:
@@ -178,11 +215,20 @@ class Doubling:
         require_number("Doubling.tolerance", self.tolerance, above=1, way_out="PPO uses 1.5.")
         check_bounds("Doubling", self.bounds, around=self.init_beta)
 
-    def init(self) -> State:
+    def init(self, *, spread: float | None = None, length: float | None = None) -> State:
         """``init_beta``."""
         return State(beta=float(self.init_beta))
 
-    def update(self, state: State, kl: float, n: int = 1) -> State:
+    def update(
+        self,
+        state: State,
+        kl: float,
+        n: int = 1,
+        *,
+        effort: float = 0.0,
+        spread: float | None = None,
+        noise: float | None = None,
+    ) -> State:
         """Double, halve or keep beta, whatever ``n``."""
         skipped = skip(state, kl)
         if skipped:

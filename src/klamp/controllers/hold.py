@@ -67,6 +67,11 @@ class HoldState(State):
     steps: int = 0
     """Readings since KL left zero."""
 
+    def retargeted(self, old: float, new: float) -> HoldState:
+        """A new start at ``beta sqrt(old / new)``: KL goes as ``1 / beta²``, and the rest is relative to the target."""
+        beta = self.beta * math.sqrt(old / new)
+        return HoldState(beta=beta, best=math.log(beta))
+
     @property
     def spread(self) -> float:
         """The spread that the price is in units of; 1 where none is known."""

@@ -125,7 +125,7 @@ class Watch:
 
     def __call__(self, step: int, trainer: Trainer) -> dict[str, float]:
         """``heldout/*`` of the policy after this step's update."""
-        window = trainer.learner.steering.monitor.window
+        window = trainer.learner.control.state.monitor.window
         self.say(step, f"KL {window[-1]['kl']:.3f}" if window else "")
         if step in self.probe_steps:
             self._probe(step, trainer)

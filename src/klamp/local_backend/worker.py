@@ -29,13 +29,13 @@ from klamp.references import AdapterPath, Base, Ema, Periodic, ReferenceSpec, St
 from klamp.sampling.sampler import context_of, end_ids
 from klamp.train import anchors, checkpoint
 from klamp.train.config import TrainConfig
+from klamp.train.control import control_of
 from klamp.train.data import mix
 from klamp.train.launch import make_accelerator
 from klamp.train.learner import Learner, Outcome
 from klamp.train.loop import _learner
 from klamp.train.preflight import preflight
 from klamp.train.runs import RunFolder, atomic_text
-from klamp.train.steering import Steering, described
 
 
 @dataclass(frozen=True)
@@ -190,12 +190,10 @@ class Worker:
         learner.policy.temperature = config.rollout.temperature
         for group in learner.optimizer.param_groups:
             group["initial_lr"] = config.optim.lr
-        controller = arguments.priced
-        learner.steering = Steering(config.kl, controller)
-        if self.steering.get("settings") == described(controller):
-            learner.steering.load_state_dict(self.steering)
-        if self.anchored["reference"] != config.kl.reference:
-            learner.steering.new_reference()
+        control = control_of(config.kl, arguments.priced)
+        if self.steering.get("settings") == control.to_dict()["settings"]:
+            control = control.from_dict(self.steering)
+        learner.control = control if self.anchored["reference"] == config.kl.reference else control.new_reference()
 
     def _check_current(self) -> None:
         newest = max(anchors.saved_steps(self.place.folder), default=-1)

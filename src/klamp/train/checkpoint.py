@@ -150,7 +150,7 @@ def _write(
         "format": FORMAT,
         "step": step,
         "skipped": learner.skipped,
-        "steering": learner.steering.state_dict(),
+        "steering": learner.control.to_dict(),
         "reference": contents.identity,
         "random": randoms,
         "processes": learner.accelerator.num_processes,
@@ -193,14 +193,13 @@ def _load(saved: Saved, learner: Learner) -> int:
     _load_weights(folder, learner)
     restore_moments(learner, load_file(folder / "optimizer.safetensors"))
     learner.skipped = int(state["skipped"])
-    learner.steering.load_state_dict(state["steering"])
+    control = learner.control.from_dict(state["steering"])
     extra = folder / "reference.safetensors"
     learner.reference.load(load_file(extra) if extra.is_file() else {}, saved.step)
     now = learner.reference.identity()
     same = now["reference"] == state["reference"]["reference"]
-    if not same:
-        learner.steering.new_reference()
-    elif now != state["reference"] and state["reference"]["weights"] != digest({}):
+    learner.control = control if same else control.new_reference()
+    if same and now != state["reference"] and state["reference"]["weights"] != digest({}):
         # The hash of nothing is what earlier versions wrote for a lag before its first step, which is the base.
         raise ReferencePolicyError(
             f"the reference changed since {str(folder)!r} was saved: {state['reference']} then, {now} now. A KL must "

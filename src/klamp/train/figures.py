@@ -8,11 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from klamp.clamp import Clamped
+from klamp.control import Control
 from klamp.masked import select
 from klamp.train.batch import Rollout
 from klamp.train.rewards import Scored
-from klamp.train.steering import Steering
 from klamp.train.tally import Tally
 
 BAND = 0.2
@@ -63,13 +62,16 @@ def band(kl: float, target: float | None) -> dict[str, float]:
     return {"kl/target": target, "kl/in_band": float(abs(kl / target - 1) <= BAND)}
 
 
-def clamp_metrics(steering: Steering, clamped: Clamped) -> dict[str, float]:
-    """``kl/clamp/*`` of a step that the clamp looked at."""
+def clamp_metrics(control: Control, share: float) -> dict[str, float]:
+    """``kl/clamp/*`` of a step that the clamp looked at, on a ``share`` of its sequences; nothing of any other."""
+    clamped = control.clamped
+    if clamped is None:
+        return {}
     return {
         "kl/clamp/before": clamped.kl_before,
         "kl/clamp/after": clamped.kl_after,
         "kl/clamp/effort": clamped.effort,
-        "kl/clamp/limit": steering.limit or 0.0,
-        "kl/clamp/level": steering.gauge_state.level,
-        "kl/clamp/share": steering.share,
+        "kl/clamp/limit": control.own_limit or 0.0,
+        "kl/clamp/level": control.state.gauge.level,
+        "kl/clamp/share": share,
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from klamp import estimators as e
 from klamp import trust
-from klamp.clamp import Clamped, lora_scaler, snapshot, weights_scaler
+from klamp.clamp import lora_scaler, snapshot, weights_scaler
+from klamp.control import Control
 from klamp.errors import KlampError
 from klamp.kernels import TokenStats
 from klamp.masked import select, sum_count
@@ -31,6 +32,7 @@ from klamp.train.algorithms import Look, Prepared, needs_look, prepare
 from klamp.train.anchors import AdapterOff, Reference, anchor
 from klamp.train.batch import Part, Rollout, parts
 from klamp.train.config import TrainConfig
+from klamp.train.control import control_of, warn_near_floor
 from klamp.train.data import mix
 from klamp.train.figures import band, clamp_metrics, reward_metrics, sampler_gap
 from klamp.train.floor import measure_floor, reads_rounding
@@ -40,8 +42,7 @@ from klamp.train.pricing import policy_term
 from klamp.train.reading import Reading, Sums, moments, relative_error
 from klamp.train.recall import Recall
 from klamp.train.rewards import Scored
-from klamp.train.steering import Steering
-from klamp.train.tally import Tally
+from klamp.train.tally import Tally, Totals
 
 PER_TOKEN = ("kl/ref/exact", "kl/ref/k1", "kl/ref/k3", "kl/sampler/k1", "kl/sampler/k3", "rollout/gap")
 """Means over the counted tokens that every step logs."""
@@ -64,17 +65,20 @@ class Outcome:
     """[N, C] exact KL of each token before the update; for samples and maps."""
     sampler_gap: Tensor
     """[N] mean |log μ − log π| before the update over the tokens whose sampler's log-prob is known; 0 without any."""
+    control: Control
+    """The control of the next step."""
 
 
 class Learner:
-    """Policy, reference, optimiser and steering of a run."""
+    """Policy, reference, optimiser and control of a run."""
 
     def __init__(self, config: TrainConfig, policy: Policy, accelerator: Any, run: Path) -> None:
         self.config, self.policy, self.accelerator = config, policy, accelerator
         self.sharded = policy.sharded = bool(accelerator.is_fsdp2)
         self.merged = MergedModel(policy, sharded=True) if self.sharded else None
         """The sampler's model, made while the weights are whole."""
-        self.steering = Steering(config.kl)
+        self.control = control_of(config.kl)
+        """Price, clamp and monitor after the last step; a step puts another one in its place, and changes none."""
         spec = parse(config.kl.reference)
         # Before the launcher wraps the model: an adapter of the reference's is sharded along with it.
         trust, on_cpu = config.trust_remote_code, config.kl.reference_on_cpu
@@ -98,76 +102,77 @@ class Learner:
     def step(self, step: int, rollout: Rollout, scored: Scored, *, stale: bool = False) -> Outcome:
         """One step on sampled and rewarded sequences. ``stale`` says that their sampler was an older policy."""
         rollout = rollout.to(self.device)
-        tally = Tally(self.reduce)
-        began, before = self.steering.state, self.applied
+        tally, before, control = Tally(self.reduce), self.applied, self.control
         anchors = self._anchors(rollout)
         look = self._look(rollout, anchors) if needs_look(self.config, stale) else None
-        beta = self.steering.beta if self.steering.state is not None else 0.0
-        prepared = prepare(self.config, rollout, scored, look, beta, self.reduce)
-        if began is None:
-            self.steering.set_floor(self._floor(rollout, prepared, anchors))
-            self._first_price(prepared.spread, prepared.counted)
+        prepared = prepare(self.config, rollout, scored, look, control.beta if control.started else 0.0, self.reduce)
+        if not control.started:
+            control = self._first_price(rollout, prepared, anchors)
             if self.config.algorithm.name == "ppo":  # its advantages may hold the price, which was not known yet
-                prepared = prepare(self.config, rollout, scored, look, self.steering.beta, self.reduce)
+                prepared = prepare(self.config, rollout, scored, look, control.beta, self.reduce)
         if self.config.correction is not None:
             prepared = replace(prepared, sampler_logp=rollout.sampler_logp)
         elif stale and look is not None:
             known = torch.isfinite(rollout.sampler_logp)
             prepared = replace(prepared, old_logp=torch.where(known, rollout.sampler_logp, look.logp))
         origin = self._origin()
-        met = self._optimise(step, rollout, prepared, anchors, tally)
+        met = self._optimise(step, rollout, prepared, anchors, tally, control.beta)
         seen = met if look is None else look
         self._tally_kl(rollout, prepared, seen, tally)
         sums = tally.totals()
         kl = sums.mean("kl") if sums.count("kl") else math.nan  # nothing counted is not a KL of 0
-        clamped = None
-        moved = self.applied > before
-        if moved:
-            self.steering.fresh(kl, relative_error(sums))
-            sequences = int(sums.count("sequences"))
-            clamped = self._clamp(origin, kl, self._reading(rollout, prepared, anchors, seen, sequences))
-        outcome = self._conclude(step, rollout, scored, sums, kl, clamped, seen, prepared)
-        if not moved:  # controllers count on one move a reading, and the first price waits for a batch that counts
-            self.steering.state = began
-        return outcome
-
-    def _conclude(
-        self,
-        step: int,
-        rollout: Rollout,
-        scored: Scored,
-        sums: Any,
-        kl: float,
-        clamped: Clamped | None,
-        seen: Look,
-        prepared: Prepared,
-    ) -> Outcome:
-        priced = self.steering.beta
-        per_token = {name: sums.mean(name) for name in PER_TOKEN}
-        comparable = {"k3": per_token["kl/ref/k3"]} if self.config.kl.per == "token" else {}
         rewards = reward_metrics(rollout, scored, self.reduce)
-        alarms = self.steering.observe(
-            step,
-            kl,
-            int(sums.count("sequences")),
-            clamped,
-            spread=prepared.spread,
-            noise=relative_error(sums),
-            estimates=comparable,
-            sampler_kl=per_token["kl/sampler/k1"],
-            no_signal=rewards.get("reward/no_signal") if self.config.algorithm.name == "grpo" else None,
-        )
+        reading = self._reading(rollout, prepared, anchors, seen, int(sums.count("sequences")))
+        if self.applied > before:
+            after = self._after_update(control, step, origin, kl, reading, prepared, sums, rewards)
+        else:  # controllers count on one move a reading, and the first price waits for a batch that counts
+            after = self.control.skip(kl, step=step, figures=self._watched(sums, rewards))
         self.settle()
-        if self.reference.after_step(step):
-            self.steering.new_reference()  # the next batch's KL will be to another reference
-        metrics = {**per_token, "kl/steered": kl, "kl/beta": priced, **band(kl, self.config.kl.target)}
-        metrics |= {"kl/noise": relative_error(sums), "kl/floor": self.steering.floor}
-        metrics |= {} if clamped is None else clamp_metrics(self.steering, clamped)
+        elsewhere = self.reference.after_step(step)  # the next batch's KL will be to another reference
+        self.control = after.new_reference() if elsewhere else after
+        metrics = {**self._kl_metrics(sums, kl, control), **clamp_metrics(after, reading.share)}
         metrics |= {name: sums.mean(name) for name in sums.names() if name.startswith(("loss/", "policy/", "rollout/"))}
         metrics |= {**rewards, "policy/spread": prepared.spread}
         metrics["rollout/gap_max"] = self.largest(self.largest_gap)
         metrics |= {"train/skipped": float(self.skipped), "train/lr": self._lr(step), "train/grad_norm": self.grad_norm}
-        return Outcome(metrics, alarms, seen.kl, sampler_gap(rollout, seen.logp, prepared.counted))
+        gap = sampler_gap(rollout, seen.logp, prepared.counted)
+        return Outcome(metrics, list(after.alarms), seen.kl, gap, self.control)
+
+    def _after_update(
+        self,
+        control: Control,
+        step: int,
+        origin: dict[str, Tensor] | None,
+        kl: float,
+        reading: Reading,
+        prepared: Prepared,
+        sums: Totals,
+        rewards: Mapping[str, float],
+    ) -> Control:
+        """The control after an update that began at ``kl``: clamped, steered and recorded."""
+        noise, figures = relative_error(sums), self._watched(sums, rewards)
+        control = control.before_update(kl, prepared.spread, int(sums.count("sequences")), noise=noise)
+        if control.limit is None:
+            return control.after_update(step=step, figures=figures)
+        own = reading.first(kl, control.expected(kl), control.far)
+        # A step that is backtracked began at kl, not at the reference.
+        began = None if origin is None or not math.isfinite(kl) else kl
+        scale = self._scaler(origin)
+        return control.after_update(reading, scale, kl=own, origin_kl=began, step=step, figures=figures)
+
+    def _watched(self, sums: Totals, rewards: Mapping[str, float]) -> dict[str, Any]:
+        """What the monitor judges besides KL, price and effort."""
+        return {
+            "estimates": {"k3": sums.mean("kl/ref/k3")} if self.config.kl.per == "token" else {},
+            "sampler_kl": sums.mean("kl/sampler/k1"),
+            "no_signal": rewards.get("reward/no_signal") if self.config.algorithm.name == "grpo" else None,
+        }
+
+    def _kl_metrics(self, sums: Totals, kl: float, control: Control) -> dict[str, float]:
+        """``kl/*`` of a step at the price of ``control``, but for the clamp's."""
+        metrics = {name: sums.mean(name) for name in PER_TOKEN}
+        metrics |= {"kl/steered": kl, "kl/beta": control.beta, **band(kl, self.config.kl.target)}
+        return metrics | {"kl/noise": relative_error(sums), "kl/floor": control.state.floor}
 
     def _floor(self, rollout: Rollout, prepared: Prepared, anchors: Callable[[Part], Anchor]) -> float:
         """What rounding makes of KL, in the unit of the target; 0 where nothing rounds or weights are in shards."""
@@ -181,16 +186,26 @@ class Learner:
 
         return measure_floor(self.policy.model, measure, self.config.seed)
 
-    def _first_price(self, spread: float, mask: Tensor) -> None:
-        """Feed-forward from the first batch; every process has the same numbers."""
-        if self.steering.state is None:
-            sums = self.reduce(torch.stack([mask.sum().double(), mask.any(1).sum().double()]))
-            self.steering.start(spread, float(sums[0] / sums[1].clamp(min=1)))
+    def _first_price(self, rollout: Rollout, prepared: Prepared, anchors: Callable[[Part], Anchor]) -> Control:
+        """The control with its first price, from the first batch; every process has the same numbers."""
+        floor = self._floor(rollout, prepared, anchors)
+        warn_near_floor(self.config.kl, floor)
+        mask = prepared.counted
+        sums = self.reduce(torch.stack([mask.sum().double(), mask.any(1).sum().double()]))
+        length = float(sums[0] / sums[1].clamp(min=1))
+        given = self.config.kl.beta is not None
+        return self.control.init(spread=None if given else prepared.spread, length=length, floor=floor)
 
     # -- the update -------------------------------------------------------------------------------------------------
 
     def _optimise(
-        self, step: int, rollout: Rollout, prepared: Prepared, anchors: Callable[[Part], Anchor], tally: Tally
+        self,
+        step: int,
+        rollout: Rollout,
+        prepared: Prepared,
+        anchors: Callable[[Part], Anchor],
+        tally: Tally,
+        beta: float,
     ) -> Look:
         """All epochs and minibatches; losses are tallied in the first. Returns each token as it was met there."""
         met = Look.empty(rollout, values=False)
@@ -206,21 +221,24 @@ class Learner:
                 pieces = list(parts(rollout, rows, size))
                 for i, piece in enumerate(pieces):
                     with self._sync(last=i + 1 == len(pieces)):
-                        loss, stats = self._loss(piece, prepared, anchors(piece), count, tally if epoch == 0 else None)
+                        told = tally if epoch == 0 else None
+                        loss, stats = self._loss(piece, prepared, anchors(piece), count, beta, told)
                         self.accelerator.backward(loss * self.accelerator.num_processes)
                     if epoch == 0:
                         met.keep(piece, stats)
                 self._apply(step)
         return met
 
-    def loss_of(self, rollout: Rollout, rows: Tensor, prepared: Prepared, anchors: Callable[[Part], Anchor]) -> Tensor:
-        """The loss of some rows as the update computes it, with its graph; for preflight and tests."""
+    def loss_of(
+        self, rollout: Rollout, rows: Tensor, prepared: Prepared, anchors: Callable[[Part], Anchor], beta: float
+    ) -> Tensor:
+        """The loss of some rows as the update computes it at ``beta``, with its graph; for preflight and tests."""
         count = float(prepared.counted[rows].sum().clamp(min=1))
         pieces = parts(rollout, rows, self.config.optim.micro_batch)
-        return torch.stack([self._loss(p, prepared, anchors(p), count, None)[0] for p in pieces]).sum()
+        return torch.stack([self._loss(p, prepared, anchors(p), count, beta, None)[0] for p in pieces]).sum()
 
     def _loss(
-        self, piece: Part, prepared: Prepared, reference: Anchor, count: float, tally: Tally | None
+        self, piece: Part, prepared: Prepared, reference: Anchor, count: float, beta: float, tally: Tally | None
     ) -> tuple[Tensor, TokenStats]:
         """``Σ (policy + price + value) / count`` over the counted tokens of a part."""
         counted = piece.of(prepared.counted)
@@ -229,7 +247,7 @@ class Learner:
             states = self.module(piece, values=prepared.returns is not None)
             stats = self.policy.stats(piece, states.hidden, reference)
         old = stats.logp.detach() if prepared.old_logp is None else piece.of(prepared.old_logp)
-        policy, price, corrected = policy_term(self.config, piece, prepared, stats, old, self.steering.beta)
+        policy, price, corrected = policy_term(self.config, piece, prepared, stats, old, beta)
         loss = policy + price
         if tally is not None:
             self._tally_losses(counted, stats, old, policy, price, tally)
@@ -359,13 +377,6 @@ class Learner:
         tally.add("policy/clipped", *sum_count(((ratio < 1 - low) | (ratio > 1 + high)).float(), counted))
 
     # -- plumbing ---------------------------------------------------------------------------------------------------
-
-    def _clamp(self, origin: dict[str, Tensor] | None, kl: float, reading: Reading) -> Clamped | None:
-        """Hold KL under its limit; a step that is backtracked began at ``kl``, not at the reference."""
-        if self.config.kl.clamp_limit is None:
-            return None
-        began = self.steering.floor if origin is None or not math.isfinite(kl) else kl
-        return self.steering.clamp(reading, self._scaler(origin), kl, origin_kl=began)
 
     def _scaler(self, origin: dict[str, Tensor] | None) -> Callable[[float], None]:
         self.settle()

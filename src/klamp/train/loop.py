@@ -187,7 +187,7 @@ class Trainer:
             done = checkpoint.load(saved, self.learner)
             self.sampler.refresh(done)
             if "kl.target" in self.changes:
-                self.learner.steering.retarget(*self.changes["kl.target"])
+                self.learner.control = self.learner.control.retarget(*self.changes["kl.target"])
             self.display.say(f"resuming after step {done} from {saved.path}{_told(self.changes)}")
         elif config.resume:
             self.display.say("nothing to resume: no checkpoint yet, starting at step 1")

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from klamp.clamp import snapshot
-from klamp.controllers import State
 from klamp.errors import KlampError
 from klamp.masked import sum_count
 from klamp.references import Base, CheckpointStep, Ema, Periodic, StepLag
@@ -132,7 +131,7 @@ def _start_kl(learner: Learner, rollout: Rollout, token_kl: Tensor) -> float:
             f"the KL of the first batch is {kl}: the policy or its reference {learner.reference.spec} gives log-probs "
             "that are not finite. Check their weights, and whether dtype holds them."
         )
-    fresh = learner.steering.state is None
+    fresh = not learner.control.started
     spec = learner.reference.spec
     same = isinstance(spec, Base | Ema | Periodic | StepLag) or (isinstance(spec, CheckpointStep) and spec.step == 0)
     dtype = next(learner.policy.model.parameters()).dtype
@@ -149,12 +148,11 @@ def _pull(learner: Learner, rollout: Rollout) -> float:
 
     There the two must be apart: a fresh adapter is 0, so one that stays on in the reference shows only when it moves.
     """
-    model, steering = learner.policy.model, learner.steering
+    model = learner.policy.model
     learner.settle()
-    saved, state = snapshot(model), steering.state
+    saved = snapshot(model)
     generator = torch.Generator().manual_seed(mix(learner.config.seed, 7))
     try:
-        steering.state = State(beta=1.0)
         with torch.no_grad():
             for p in (p for p in model.parameters() if p.requires_grad):
                 noise = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
@@ -168,10 +166,9 @@ def _pull(learner: Learner, rollout: Rollout) -> float:
         )
         prepared = replace(prepared, returns=None)
         rows = torch.arange(len(rollout), device=learner.device)
-        loss = learner.loss_of(rollout, rows, prepared, anchors)
+        loss = learner.loss_of(rollout, rows, prepared, anchors, beta=1.0)
         return math.sqrt(sum(float(whole(g.float().square().sum())) for g in _gradients(learner, loss)))
     finally:
-        steering.state = state
         learner.settle()
         with torch.no_grad():
             for name, p in model.named_parameters():

@@ -1,12 +1,33 @@
-"""What to change when an alarm rings, in the fields of the configuration: nothing that klamp steers by itself."""
+"""The :class:`klamp.Control` of a run, from its configuration."""
 
 from __future__ import annotations
 
+from klamp.control import Control
+from klamp.controllers import Controller
+from klamp.monitor import Monitor, logger
 from klamp.train.config import KLConfig
+from klamp.train.floor import WARN
+
+
+def control_of(kl: KLConfig, controller: Controller | None = None) -> Control:
+    """Price, clamp and monitor as configured, before the first batch; ``controller`` in place of the named one."""
+    made = controller or kl.make_controller()
+    monitor = Monitor(kl.target, kl.per, bounds=getattr(made, "bounds", None), advice=advice(kl))
+    return Control(made, clamp=kl.clamp_limit, monitor=monitor)
+
+
+def warn_near_floor(kl: KLConfig, floor: float) -> None:
+    """Say so where the target is hardly above what rounding alone makes of KL."""
+    if kl.target is not None and kl.target < WARN * floor:
+        logger.warning(
+            "the target %.3g is less than %g times the floor: KL reads %.2g nats per %s from rounding alone. Raise "
+            "kl.target, or set dtype=float32.",
+            *(kl.target, WARN, floor, kl.per),
+        )
 
 
 def advice(kl: KLConfig) -> dict[str, str]:
-    """A sentence for each kind of alarm."""
+    """What to change when an alarm rings, in the fields of the configuration: nothing that klamp steers by itself."""
     constant = kl.controller == "fixed"
     steer = "Raise kl.beta, lower optim.lr, or set kl.controller=hold" if constant else "Lower optim.lr"
     hold = steer if kl.clamp_limit is not None else f"{steer}, or set kl.limit with kl.clamp=true"
