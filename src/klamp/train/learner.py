@@ -154,7 +154,7 @@ class Learner:
         control = control.before_update(kl, prepared.spread, int(sums.count("sequences")), noise=noise)
         if control.limit is None:
             return control.after_update(step=step, figures=figures)
-        own = reading.first(kl, control.expected(kl), control.far)
+        own = reading.first(kl, control.far)
         # A step that is backtracked began at kl, not at the reference.
         began = None if origin is None or not math.isfinite(kl) else kl
         scale = self._scaler(origin)
