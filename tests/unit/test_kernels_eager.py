@@ -14,8 +14,7 @@ from torch import Tensor
 from klamp import estimators, kernels
 from klamp.errors import ConfigError, KlampError
 from klamp.kernels import eager, gradients
-
-FLOAT64 = 1e-9
+from written_out import SCALINGS, close, problem, written_out
 
 
 @pytest.fixture(autouse=True)
@@ -27,62 +26,9 @@ def _native_products() -> Iterator[None]:
     torch._C._set_mkldnn_enabled(before)
 
 
-def problem(
-    n: int = 5, h: int = 4, v: int = 7, *, h_ref: int | None = None, seed: int = 0, dtype: torch.dtype = torch.float64
-) -> dict[str, Tensor]:
-    """Random states and heads of a policy and another model as its reference."""
-    g = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
-
-    k = h if h_ref is None else h_ref
-    return {
-        "hidden": draw(n, h).requires_grad_(),
-        "head": draw(v, h).requires_grad_(),
-        "bias": draw(v).requires_grad_(),
-        "tokens": torch.randint(v, (n,), generator=g),
-        "ref_hidden": draw(n, k),
-        "ref_head": draw(v, k),
-        "ref_bias": draw(v),
-        "advantages": draw(n),
-        "old_logp": -draw(n).abs(),
-        "weights": draw(n).abs(),
-    }
-
-
-def written_out(
-    p: dict[str, Tensor], temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0
-) -> kernels.TokenStats:
-    """The definition over whole logits, for autograd."""
-
-    def logits(hidden: Tensor, head: Tensor, bias: Tensor) -> Tensor:
-        x = logit_scale * (hidden @ head.T + bias)
-        return (x if softcap is None else softcap * torch.tanh(x / softcap)) / temperature
-
-    logp = logits(p["hidden"], p["head"], p["bias"]).log_softmax(-1)
-    ref = logits(p["ref_hidden"], p["ref_head"], p["ref_bias"]).log_softmax(-1)
-    at = p["tokens"].unsqueeze(-1)
-    return kernels.TokenStats(
-        logp.gather(-1, at).squeeze(-1),
-        ref.gather(-1, at).squeeze(-1),
-        (logp.exp() * (logp - ref)).sum(-1),
-        -(logp.exp() * logp).sum(-1),
-    )
-
-
 def ask(p: dict[str, Tensor], **options: object) -> kernels.TokenStats:
     names = ("ref_hidden", "ref_head", "bias", "ref_bias")
     return kernels.token_stats(p["hidden"], p["head"], p["tokens"], **{k: p[k] for k in names}, **options)  # type: ignore[arg-type]
-
-
-def close(a: Tensor | None, b: Tensor | None, tolerance: float = FLOAT64) -> None:
-    assert a is not None
-    assert b is not None
-    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
-
-
-SCALINGS = [{}, {"temperature": 0.7}, {"softcap": 2.0}, {"temperature": 1.3, "softcap": 3.0, "logit_scale": 0.5}]
 
 
 @pytest.mark.parametrize("options", SCALINGS)

@@ -76,12 +76,22 @@ def outcome(dtype: torch.dtype, case: dict[str, Any]) -> list[Tensor]:
     priced = kernels.policy_loss(hidden, head, tokens, advantages, **extra, **options)
     out = [priced.loss, *(x for x in priced.stats if x is not None)]
     out += torch.autograd.grad(priced.loss, [hidden, head, bias])
+
+    def any_loss(stats: Any, entropy: float) -> Tensor:
+        loss = (stats.logp * advantages).sum() + (0 if stats.kl is None else stats.kl.square().sum())
+        return loss + entropy * stats.entropy.square().sum() if entropy else loss
+
     stats = kernels.token_stats(hidden, head, tokens, **options)
-    loss = (stats.logp * advantages).sum() + 0.1 * stats.entropy.square().sum()
-    if stats.kl is not None:
-        loss = loss + stats.kl.sum()
     out += [x for x in stats if x is not None]
-    return out + list(torch.autograd.grad(loss, [hidden, head, bias]))
+    out += torch.autograd.grad(any_loss(stats, 0.1), [hidden, head, bias])
+    if "room" in case:
+        return out
+    # The same with the head frozen: the gradient is ready before the loss is known.
+    options["bias"] = bias.detach()
+    for names, entropy in ((("logp", "kl"), 0.0), (("logp", "kl", "entropy"), 0.1)):
+        stats = kernels.token_stats(hidden, head.detach(), tokens, **options, gradient_of=names)
+        out += [*(x for x in stats if x is not None), *torch.autograd.grad(any_loss(stats, entropy), [hidden])]
+    return out
 
 
 def main() -> None:

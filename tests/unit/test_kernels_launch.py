@@ -76,15 +76,16 @@ def compiled_code(kind: type) -> Any:
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module with ledgers in place of its kernels, on CPU tensors."""
-    from klamp.kernels import fused
+    from klamp.kernels import fused, fused_jacobians
     from klamp.kernels import launch as module
 
     if fused.INTERPRETED or not fused.DIRECT:
         pytest.skip("launches go the ordinary way here")
     code = compiled_code(fused.DIRECT[0])
-    for name in ("_scale", "_row_stats", "_row_gradient", "_one_pass"):
+    for name in ("_scale", "_row_stats", "_row_gradient", "_one_pass", "_jacobians", "_combine_rows"):
         starter = getattr(module, name)
-        monkeypatch.setattr(starter, "kernel", Ledger(getattr(fused, name), code))
+        kernel = getattr(fused if hasattr(fused, name) else fused_jacobians, name)
+        monkeypatch.setattr(starter, "kernel", Ledger(kernel, code))
         monkeypatch.setattr(starter, "compiled", {})
     monkeypatch.setattr(module, "_usable", lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -149,6 +150,29 @@ def test_statistics_and_their_gradient(launch: ModuleType) -> None:
                 launch.gradient(z, None if up.kl is None else ref, tokens, stats, up, scaling)
     assert launch._row_stats.kernel.direct > launch._row_stats.kernel.ordinary
     assert launch._row_gradient.kernel.direct > launch._row_gradient.kernel.ordinary
+
+
+def test_jacobians_and_the_rows_made_of_them(launch: ModuleType) -> None:
+    each = ("logp", "kl", "entropy")
+    for _ in range(2):
+        for z, ref, tokens, _, scaling, out in losses():
+            if ref is not None and (ref.dtype != z.dtype or ref.stride() != z.stride()):
+                continue  # all buffers are parts of one
+            for names in (each[:1], each[:2], each):
+                kept = tuple(n for n in names if ref is not None or n != "kl")
+                into = [z, torch.empty_like(z) if ref is None else ref, torch.empty_like(z)]
+                launch.jacobians(z, ref, into, kept, tokens, scaling, out)
+    kernel = launch._jacobians.kernel
+    assert kernel.direct > kernel.ordinary >= len(kernel.variants) > 10
+    for _ in range(2):
+        for n, width, dtype in itertools.product((1, 16, 17), (16, 100), (torch.bfloat16, torch.float32)):
+            weight, out = torch.zeros(n), torch.empty(n, width, dtype=dtype)
+            for k, index in itertools.product((1, 2, 3), (None, torch.arange(n))):
+                vectors = torch.empty(k * n, width, dtype=dtype)
+                for weights in ([weight] * k, [None] * (k - 1) + [weight]):
+                    launch.combine(vectors, weights, 7, index, out)
+    kernel = launch._combine_rows.kernel
+    assert kernel.direct > kernel.ordinary >= len(kernel.variants) > 10
 
 
 def test_addresses_that_sixteen_does_not_divide_go_the_ordinary_way(launch: ModuleType) -> None:

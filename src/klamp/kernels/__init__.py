@@ -14,13 +14,14 @@ import functools
 import importlib
 import importlib.util
 import os
+from collections.abc import Collection
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from klamp.errors import ConfigError, unknown
-from klamp.kernels import eager, passes
+from klamp.kernels import eager, jacobians, passes
 from klamp.kernels.full import token_stats_from_logits as _from_logits
 from klamp.kernels.heads import HeadSpec, head_of, matches, why_full_logits
 from klamp.kernels.work import FORMS, Asked, Form, Number, Ops, Scaling, TokenStats, Work, ask, prepare, side
@@ -63,11 +64,13 @@ def token_stats(
     logit_scale: float = 1.0,
     bias: Tensor | None = None,
     ref_bias: Tensor | None = None,
+    gradient_of: Collection[str] = ("logp", "kl"),
 ) -> TokenStats:
     """log π(token), log ref(token), KL(π‖ref) over the vocabulary and the entropy, per token; logits never exist whole.
 
     Differentiable in ``logp``, ``kl`` and ``entropy`` with respect to hidden, head and bias, for any loss; the
-    reference is a constant. The backward pass computes the logits again, chunk by chunk.
+    reference is a constant. While head and bias are frozen, the gradient of any loss in the statistics of
+    ``gradient_of`` is prepared on the way. Elsewhere the backward pass computes the logits again, chunk by chunk.
 
     Args:
         hidden: last hidden states of the policy, [..., H].
@@ -82,15 +85,22 @@ def token_stats(
         logit_scale: logits are multiplied by it.
         bias: [V], added to the policy's logits.
         ref_bias: [V], added to the reference's. None: ``bias``, unless ``ref_head`` is given.
+        gradient_of: those of logp, kl and entropy that the loss will use. Naming fewer saves a matrix product each;
+            one that is not named stays differentiable, and costs the logits again.
 
     Returns:
         Per-token tensors [...]; ``kl`` is None without ``ref_hidden``.
     """
     scaling = Scaling(temperature, softcap, logit_scale)
     work = _work(hidden, head, tokens, (ref_hidden, ref_head, ref_logp), mask, (bias, ref_bias), scaling)
-    ops = _ops(work.policy.hidden)
+    ops, states = _ops(work.policy.hidden), work.policy.hidden
+    names = jacobians.kept(gradient_of, work)
+    frozen = not head.requires_grad and (bias is None or not bias.requires_grad)
     with _no_autocast(hidden):
-        out = passes.Statistics.apply(work.policy.hidden, head, bias, work, ops)  # type: ignore[no-untyped-call]
+        if frozen and names and states.requires_grad and torch.is_grad_enabled():
+            out = jacobians.OnePass.apply(states, head, work, ops, names)  # type: ignore[no-untyped-call]
+        else:
+            out = passes.Statistics.apply(states, head, bias, work, ops)  # type: ignore[no-untyped-call]
     logp, kl, entropy, ref_rows = out
     if ref_hidden is None:
         given = None if ref_logp is None else work.spread(_constant(work, ref_logp))

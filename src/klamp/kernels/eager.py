@@ -44,6 +44,11 @@ def plan(work: Work, *, trains_head: bool) -> Plan:
     return Plan(rows, rows)
 
 
+def rows_at_a_time(work: Work, slots: int) -> int:
+    """The same for the vectors of ``slots`` statistics: no more of the memory is alive."""
+    return plan(work, trains_head=False).chunk
+
+
 def width(vocabulary: int) -> int:
     """Columns to allocate for a row of logits: no padding."""
     return vocabulary
@@ -67,6 +72,51 @@ def loss_gradient(z: Tensor, ref: Tensor | None, tokens: Tensor, terms: Terms, s
     loss, up = price(chunk.stats, terms)
     out.write(chunk.stats, loss)
     z.copy_(backward(chunk, tokens, up, scaling))
+
+
+def jacobians(
+    z: Tensor,
+    ref: Tensor | None,
+    into: list[Tensor],
+    names: tuple[str, ...],
+    tokens: Tensor,
+    scaling: Scaling,
+    out: Sheet,
+) -> None:
+    """The statistics into ``out``, and ``∂s/∂x`` of those in ``names`` into a buffer each, which z and ref may be."""
+    p, logp, d, stats = expand(z, ref, tokens, scaling)
+    out.write(stats)
+    found: dict[str, Tensor] = {}
+    if "entropy" in names:
+        found["entropy"] = (logp + stats.entropy.unsqueeze(1)).neg_().mul_(p)
+    if "kl" in names:
+        assert d is not None and stats.kl is not None, "a KL needs a reference"
+        found["kl"] = d.sub_(stats.kl.unsqueeze(1)).mul_(p)
+    if "logp" in names:
+        at = tokens.unsqueeze(1)
+        found["logp"] = p.neg_().scatter_add_(1, at, p.new_ones(at.shape))
+    slope = bend(logp, stats.lse, scaling)
+    for name, x in zip(names, into, strict=False):  # in this order none is written over before it was copied
+        g = chain(found[name], slope, scaling)
+        if g.data_ptr() != x.data_ptr():
+            x.copy_(g)
+
+
+def combine(vectors: Tensor, weights: list[Tensor | None], chunk: int, index: Tensor | None, out: Tensor) -> None:
+    """``Σ_s weight_s · vector_s`` of each row into its place in ``out`` [N, H]; ``vectors`` as in ``jacobians``."""
+    n, k = len(vectors) // len(weights), len(weights)
+    wide = torch.promote_types(vectors.dtype, torch.float32)
+    for start in range(0, n, chunk):
+        stop = min(n, start + chunk)
+        parts = torch.split(vectors[k * start : k * stop], stop - start)
+        pairs = [(w[start:stop, None].to(wide), v) for w, v in zip(weights, parts, strict=True) if w is not None]
+        total = pairs[0][0] * pairs[0][1]
+        for w, v in pairs[1:]:
+            total.addcmul_(w, v.to(wide))
+        if index is None:
+            out[start:stop] = total
+        else:
+            out.index_copy_(0, index[start:stop], total.to(out.dtype))
 
 
 def scale(source: Tensor, factor: Tensor, out: Tensor) -> None:
@@ -156,7 +206,7 @@ def backward(chunk: Expanded, tokens: Tensor, up: Upstream, scaling: Scaling) ->
         grad = p.mul_(slope.unsqueeze(1))
     if up.logp is not None:
         grad.scatter_add_(1, tokens.unsqueeze(1), up.logp.unsqueeze(1))
-    return chain(grad, logp, stats.lse, scaling)
+    return chain(grad, bend(logp, stats.lse, scaling), scaling)
 
 
 def scaled(x: Tensor, scaling: Scaling) -> Tensor:
@@ -168,11 +218,18 @@ def scaled(x: Tensor, scaling: Scaling) -> Tensor:
     return z if scaling.plain else z.mul_(scaling.logit_scale / scaling.temperature)
 
 
-def chain(grad: Tensor, logp: Tensor, lse: Tensor, scaling: Scaling) -> Tensor:
-    """``∂L/∂x = ∂L/∂z · ∂z/∂x``; ``∂z/∂x = logit_scale / temperature · (1 - tanh²)``, tanh read back from z."""
-    if scaling.softcap is not None:
-        tanh = logp.add_(lse.unsqueeze(1)).mul_(scaling.temperature / scaling.softcap)
-        grad.mul_(tanh.square_().neg_().add_(1))
+def bend(logp: Tensor, lse: Tensor, scaling: Scaling) -> Tensor | None:
+    """``1 - tanh²`` of the soft-cap, tanh read back from z, written over ``logp``; None without one."""
+    if scaling.softcap is None:
+        return None
+    tanh = logp.add_(lse.unsqueeze(1)).mul_(scaling.temperature / scaling.softcap)
+    return tanh.square_().neg_().add_(1)
+
+
+def chain(grad: Tensor, slope: Tensor | None, scaling: Scaling) -> Tensor:
+    """``∂L/∂x = ∂L/∂z · ∂z/∂x``, in place; ``∂z/∂x = logit_scale / temperature · slope``, of :func:`bend`."""
+    if slope is not None:
+        grad.mul_(slope)
     return grad if scaling.plain else grad.mul_(scaling.logit_scale / scaling.temperature)
 
 

@@ -13,13 +13,23 @@ import torch
 from torch import Tensor
 
 from klamp.errors import ConfigError
-from klamp.kernels import fused
-from klamp.kernels.layout import plan, scales, slices, width
+from klamp.kernels import fused, fused_jacobians
+from klamp.kernels.layout import plan, rows_at_a_time, scales, slices, width
 from klamp.kernels.start import Starter, common
 from klamp.kernels.tiles import Tiles
 from klamp.kernels.work import Logits, RowStats, Scaling, Sheet, Terms, Upstream
 
-__all__ = ["gradient", "loss_gradient", "plan", "scale", "statistics", "width"]
+__all__ = [
+    "combine",
+    "gradient",
+    "jacobians",
+    "loss_gradient",
+    "plan",
+    "rows_at_a_time",
+    "scale",
+    "statistics",
+    "width",
+]
 
 # 16 columns a thread, in two 16-byte loads a model, prefetched STAGES - 1 steps ahead.
 WARPS, STAGES = 4, 3
@@ -30,6 +40,8 @@ _scale = Starter(fused._scale, 8)
 _row_stats = Starter(fused._row_stats, WARPS)
 _row_gradient = Starter(fused._row_gradient, WARPS)
 _one_pass = Starter(fused._one_pass, WARPS)
+_jacobians = Starter(fused_jacobians._jacobians, WARPS)
+_combine_rows = Starter(fused_jacobians._combine_rows, WARPS)
 
 
 class Cuts(NamedTuple):
@@ -109,6 +121,46 @@ def loss_gradient(z: Logits, ref: Tensor | None, tokens: Tensor, terms: Terms, s
         fixed = (has_ref, capped, form, phase, *cut, STAGES, terms.once)
         key = (where, absent, place[2:4], stride, fixed)
         _one_pass((rows * number, 1, 1), (*pointers, *sizes, *numbers, *fixed), key)
+
+
+def jacobians(
+    z: Tensor,
+    ref: Tensor | None,
+    into: list[Tensor],
+    names: tuple[str, ...],
+    tokens: Tensor,
+    scaling: Scaling,
+    out: Sheet,
+) -> None:
+    """The statistics into ``out``, and ``∂s/∂x`` of those in ``names`` into a buffer each, which z and ref may be."""
+    _usable(z)
+    rows, vocabulary = z.shape
+    if rows == 0:
+        return
+    number, *cut = cuts(vocabulary, *slices(vocabulary))
+    part = z.new_empty(rows * 8 * cut[0], dtype=torch.float32)
+    gate = out.lines[7:].view(torch.int32)
+    found = dict(zip(names, into, strict=False))
+    given = tuple(found.get(name) for name in ("logp", "kl", "entropy"))
+    stride, capped = z.stride(0), scaling.softcap is not None
+    pointers = (z, ref, *given, tokens, out.lines, part, gate)
+    sizes = (out.lines.stride(0), vocabulary, number, stride, *scales(scaling))
+    where = common(z, ref, *given, part)
+    for phase in (1, 2) if fused.INTERPRETED and number > 1 else (0,):
+        fixed = (capped, phase, *cut, STAGES)
+        _jacobians((rows * number, 1, 1), (*pointers, *sizes, *fixed), (where, stride, fixed))
+
+
+def combine(vectors: Tensor, weights: list[Tensor | None], chunk: int, index: Tensor | None, out: Tensor) -> None:
+    """``Σ_s weight_s · vector_s`` of each row into its place in ``out`` [N, H]; ``vectors`` as in ``jacobians``."""
+    count, width = len(vectors) // len(weights), vectors.shape[1]
+    if count == 0:
+        return
+    three = (*weights, None, None)[:3]
+    fixed = (len(weights), min(2048, 1 << (width - 1).bit_length()))
+    key = (common(vectors, out), tuple(None if x is None else x.dtype for x in (*three, index)), width, fixed)
+    args = (vectors, *three, index, out, count, chunk, width, *fixed)
+    _combine_rows((count, _parts(width, fixed[1]), 1), args, key)
 
 
 def _placed(z: Logits) -> tuple[Tensor, tuple[int, int, int, int, int]]:

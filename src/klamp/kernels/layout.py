@@ -42,6 +42,13 @@ def plan(work: Work, *, trains_head: bool) -> Plan:
     return Plan(chunk, block, lead(work, room, block) if trains_head else None)
 
 
+def rows_at_a_time(work: Work, slots: int) -> int:
+    """Rows whose logits fit ``slots`` times within FLOOR, where the vectors of their statistics take their place."""
+    row = width(work.policy.head.shape[0]) * work.policy.hidden.element_size()
+    fits = min(ENOUGH, FLOOR // row) // slots
+    return max(1, fits if fits < 64 else 1024 if 1024 <= fits < 2048 else fits // 64 * 64)
+
+
 def lead(work: Work, room: int, block: int) -> Lead | None:
     """The first rows of a head that trains, all whose logits the memory of its gradient holds, where that saves time.
 

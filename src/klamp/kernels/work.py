@@ -225,7 +225,24 @@ class Ops(Protocol):
 
     def plan(self, work: Work, *, trains_head: bool) -> Plan: ...
 
+    def rows_at_a_time(self, work: Work, slots: int) -> int: ...
+
     def width(self, vocabulary: int) -> int: ...
+
+    def jacobians(
+        self,
+        z: Tensor,
+        ref: Tensor | None,
+        into: list[Tensor],
+        names: tuple[str, ...],
+        tokens: Tensor,
+        scaling: Scaling,
+        out: Sheet,
+    ) -> None: ...
+
+    def combine(
+        self, vectors: Tensor, weights: list[Tensor | None], chunk: int, index: Tensor | None, out: Tensor
+    ) -> None: ...
 
     def scale(self, source: Tensor, factor: Tensor, out: Tensor) -> None: ...
 

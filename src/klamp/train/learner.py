@@ -38,7 +38,7 @@ from klamp.train.figures import band, clamp_metrics, reward_metrics, sampler_gap
 from klamp.train.floor import measure_floor, reads_rounding
 from klamp.train.optim import adamw, share_of_rate
 from klamp.train.policy import Anchor, Policy
-from klamp.train.pricing import policy_term
+from klamp.train.pricing import gradient_of, policy_term
 from klamp.train.reading import Reading, Sums, moments, relative_error
 from klamp.train.recall import Recall
 from klamp.train.rewards import Scored
@@ -245,7 +245,7 @@ class Learner:
         piece = replace(piece, mask=counted)
         with self._autocast():
             states = self.module(piece, values=prepared.returns is not None)
-            stats = self.policy.stats(piece, states.hidden, reference)
+            stats = self.policy.stats(piece, states.hidden, reference, gradient_of(self.config))
         old = stats.logp.detach() if prepared.old_logp is None else piece.of(prepared.old_logp)
         policy, price, corrected = policy_term(self.config, piece, prepared, stats, old, beta)
         loss = policy + price

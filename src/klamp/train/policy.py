@@ -110,9 +110,14 @@ class Policy(nn.Module):
         head = self.head
         return Anchor(self(part).hidden, head, logits=head is None)
 
-    def stats(self, part: Part, states: Tensor, reference: Anchor | None) -> TokenStats:
-        """Log-probs, exact KL and entropy of the tokens of ``part`` at the sampling temperature."""
-        return score(self.head, states, part, reference, self.temperature)
+    def stats(
+        self, part: Part, states: Tensor, reference: Anchor | None, gradient_of: tuple[str, ...] = ("logp", "kl")
+    ) -> TokenStats:
+        """Log-probs, exact KL and entropy of the tokens of ``part`` at the sampling temperature.
+
+        ``gradient_of`` names those that a loss will use (:func:`klamp.kernels.token_stats`).
+        """
+        return score(self.head, states, part, reference, self.temperature, gradient_of)
 
     def words_of(self, states: Tensor, head: HeadSpec | None) -> Tensor | None:
         """[k, V] log-probs of all words after a reference's states [k, H], where they are kept; None where not."""
@@ -154,7 +159,12 @@ class Policy(nn.Module):
 
 
 def score(
-    head: HeadSpec | None, states: Tensor, part: Part, reference: Anchor | None, temperature: float
+    head: HeadSpec | None,
+    states: Tensor,
+    part: Part,
+    reference: Anchor | None,
+    temperature: float,
+    gradient_of: tuple[str, ...] = ("logp", "kl"),
 ) -> TokenStats:
     """Log-probs, exact KL and entropy of the tokens of ``part`` from one model's states against another's."""
     given: dict[str, Any] = {"mask": part.mask, "temperature": temperature}
@@ -163,7 +173,7 @@ def score(
     if reference is None:
         if head is None:
             return token_stats_from_logits(states, part.tokens, **given)
-        return token_stats(states, head.weight, part.tokens, **given, **head.options())
+        return token_stats(states, head.weight, part.tokens, gradient_of=gradient_of, **given, **head.options())
     other = head if reference.head is None and not reference.logits else reference.head
     if head is None or other is None or head.softcap != other.softcap:
         own, ref = (z if h is None else h.logits(z) for h, z in ((head, states), (other, reference.states)))
@@ -177,6 +187,7 @@ def score(
         ref_hidden=reference.states if factor == 1 else reference.states * factor,
         ref_head=None if other is head else other.weight,
         ref_bias=None if other is head else other.bias if factor == 1 or other.bias is None else other.bias * factor,
+        gradient_of=gradient_of,
         **given,
         **head.options(),
     )

@@ -66,6 +66,13 @@ def policy_term(
     return PolicyTerm(select(per_token, piece.mask).sum(), priced.loss, corrected)
 
 
+def gradient_of(config: TrainConfig) -> tuple[str, ...]:
+    """The statistics through which :func:`policy_term` has a gradient: the exact KL only where it is in the loss."""
+    kl = config.kl
+    exact = kl.placement == "sequence_exact" or (kl.placement == "in_loss" and kl.estimator == "exact")
+    return ("logp", "kl") if exact else ("logp",)
+
+
 def correction_of(config: TrainConfig, piece: Part, prepared: Prepared, old: Tensor) -> Corrected | None:
     """What the sampler's distance makes of a part's tokens; None where it is not corrected for."""
     if config.correction is None or prepared.sampler_logp is None:
