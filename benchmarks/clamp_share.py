@@ -111,8 +111,8 @@ def main() -> None:
         for full in (False, True):
             highest, band, clamped, share = held(prompts, args, full=full)
             print(
-                f"  {8 * prompts:3} sequences, {'all' if full else 'a share'}: highest {highest:.2f} of the limit, in band "
-                f"{band:.0%}, clamped {clamped:.0%}, measured {share:.0%}",
+                f"  {8 * prompts:3} sequences, {'all' if full else 'a share'}: highest {highest:.2f} of the limit, "
+                f"in band {band:.0%}, clamped {clamped:.0%}, measured {share:.0%}",
                 flush=True,
             )
 

@@ -3,6 +3,10 @@
     python benchmarks/train_step.py                       # tiny, 8 completions of 24 tokens: a CPU
     python benchmarks/train_step.py --model smollm2 --completions 128 --tokens 48   # a GPU
     python benchmarks/train_step.py --model smollm2 --random ...  # an architecture with random weights
+    python benchmarks/train_step.py --shape 8b --completions 32 --tokens 256       # Llama-3.1-8B's sizes, on a GPU
+
+With ``--shape`` (135m, 1b, 8b; random weights made on the device) it also prints the parts of a step, each beside the
+least that it can take on an H200 (``benchmarks/shapes.py``). ``--profile`` adds the kernels of one step.
 
 Prints seconds a step (median after warm-up), the ratio, what KL costs klamp, and peak memory on a GPU; beside them the
 processors' time, threads added up, which a machine with other work to do can compare by (OMP_WAIT_POLICY=passive lets
@@ -14,6 +18,7 @@ weights either may end early.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import statistics
 import tempfile
@@ -22,9 +27,11 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
+import shapes
 from klamp import models
 from klamp.train.batch import part
 from klamp.train.config import KLConfig, LoraConfig, OptimConfig, RolloutConfig, TrainConfig
@@ -82,17 +89,93 @@ def klamp_steps(args: argparse.Namespace, prompts: Path, kl: KLConfig) -> dict[s
         a, busy = now(), time.process_time()
         rollout = trainer.sample(step)
         b = now()
-        scored = trainer.scorer(rollout.prompts, rollout.completions, rollout.columns)
-        trainer.learner.step(step, rollout, scored)
-        trainer.sampler.refresh()
+        metrics = update(trainer, step, rollout)
         c = now()
         busy = time.process_time() - busy
         for name, seconds in (("step", c - a), ("sample", b - a), ("update", c - b), ("cpu", busy)):
             laps[name].append(seconds)
+        if args.verbose:
+            clamp = {k.rpartition("/")[2]: f"{v:.3g}" for k, v in metrics.items() if "clamp" in k or k == "kl/steered"}
+            print(f"  step {step}: sample {b - a:.3f} update {c - b:.3f} {clamp}", flush=True)
     found = {name: statistics.median(v[args.warmup :]) for name, v in laps.items()}
     found["memory"] = peak()
+    found |= parts_of(trainer, step + 1, args)
+    if args.profile:
+        profile(trainer, step + 10)
     found["kl cost"] = kl_cost(trainer, rollout, args)
     return found
+
+
+def update(trainer: Trainer, step: int, rollout: Any) -> dict[str, float]:
+    """What follows sampling in a step."""
+    scored = trainer.scorer(rollout.prompts, rollout.completions, rollout.columns)
+    metrics = trainer.learner.step(step, rollout, scored).metrics
+    trainer.sampler.refresh()
+    return metrics
+
+
+PARTS = ("reference", "forward", "backward", "optimiser", "clamp", "merge")
+"""Of an update: the reference's states, the policy's loss, its gradient, AdamW, the clamp with what it measures, and
+the sampler's new weights. The rest is metrics and what lies between."""
+
+
+def parts_of(trainer: Trainer, step: int, args: argparse.Namespace) -> dict[str, float]:
+    """Median seconds of the parts of an update, in steps of their own: waiting for the device between them costs."""
+    learner, sampler = trainer.learner, trainer.sampler
+    places: dict[str, tuple[Any, str]] = {
+        "reference": (learner.reference, "states"),
+        "forward": (learner, "_loss"),
+        "backward": (trainer.accelerator, "backward"),
+        "optimiser": (learner, "_apply"),
+        "clamp": (learner, "_clamp"),
+        "merge": (sampler, "refresh"),
+    }
+    took: dict[str, list[float]] = {name: [] for name in places}
+
+    def timed(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any, **named: Any) -> Any:
+            begun = now()
+            found = work(*given, **named)
+            took[name].append(now() - begun)
+            return found
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for name, (owner, attribute) in places.items():
+            patched = timed(name, getattr(owner, attribute))
+            stack.enter_context(mock.patch.object(owner, attribute, patched))
+        for s in range(step, step + max(2, args.steps // 2)):
+            update(trainer, s, trainer.sample(s))
+    return {name: statistics.median(v) if v else 0.0 for name, v in took.items()}
+
+
+def profile(trainer: Trainer, step: int) -> None:
+    """The kernels that take most of one sampling and of one update."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    def table(work: Callable[[], Any]) -> Any:
+        with profiler(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+            begun = now()
+            found = work()
+            print(f"  under the profiler: {now() - begun:.3f} s")
+        rows: dict[str, list[float]] = {}
+        for event in seen.events() or ():
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                row = rows.setdefault(event.name[:110], [0.0, 0])
+                row[0] += event.self_device_time_total / 1e3
+                row[1] += 1
+        total = sum(v[0] for v in rows.values())
+        print(f"  kernels: {total:.1f} ms, {sum(v[1] for v in rows.values()):.0f} of them")
+        for name, (ms, count) in sorted(rows.items(), key=lambda r: -r[1][0])[:22]:
+            print(f"  {ms:9.2f} ms {ms / total:6.1%} {count:7.0f} x {1e3 * ms / count:8.1f} us  {name}", flush=True)
+        return found
+
+    print(" sampling")
+    rollout = table(lambda: trainer.sample(step))
+    print(" update")
+    table(lambda: update(trainer, step, rollout))
 
 
 def kl_cost(trainer: Trainer, rollout: Any, args: argparse.Namespace) -> float:
@@ -200,23 +283,39 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--lr", type=float, default=5e-5)
     parser.add_argument("--no-trl", action="store_true")
+    parser.add_argument("--shape", choices=shapes.SHAPES, help="sizes of a model with random weights")
+    parser.add_argument("--prompt", type=int, default=12, help="tokens of a prompt, with --shape")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of a step")
+    parser.add_argument("--verbose", action="store_true", help="print each step")
+    parser.add_argument("--rows", default="clamp,price", help="clamp, price or both")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
-    label = args.model
-    if args.random:
-        args.model = random_weights(models.resolve(args.model))
-    prompts = [f"Write a one-sentence review of thing number {i}." for i in range(64)]
-    if label in models.BUILTIN:
-        prompts = models.prompts(label)[:64]
-    file = Path(tempfile.mkdtemp()) / "prompts.txt"
-    file.write_text("\n".join(prompts))
+    with shapes.random_models() if args.shape else contextlib.nullcontext():
+        compare(args)
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Measure what was asked for, and print the table."""
+    label = args.shape or args.model
+    if args.shape:
+        args.model, prompts = shapes.make(args.shape), shapes.prompts(64, args.prompt)
+    else:
+        if args.random:
+            args.model = random_weights(models.resolve(args.model))
+        builtin = models.prompts(label)[:64] if label in models.BUILTIN else None
+        prompts = builtin or [f"Write a one-sentence review of thing number {i}." for i in range(64)]
+    file = shapes.write_prompts(prompts)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{label}{' (random weights)' if args.random else ''}, {args.completions} x {args.tokens} tokens, {device}")
-    rows = {
-        "klamp, price and clamp": klamp_steps(args, file, KLConfig()),
-        "klamp, price only": klamp_steps(args, file, KLConfig(clamp=False)),
-    }
-    if not args.no_trl:
+    drawn = " (random weights)" if args.random or args.shape else ""
+    print(f"{label}{drawn}, {args.completions} x {args.tokens} tokens, {device}", flush=True)
+    ways = {"clamp": ("klamp, price and clamp", KLConfig()), "price": ("klamp, price only", KLConfig(clamp=False))}
+    rows = {}
+    for way in args.rows.split(","):
+        name, kl = ways[way]
+        rows[name] = klamp_steps(args, file, kl)
+        if args.shape:
+            beside_limits(args, name, rows[name])
+    if not args.no_trl and not args.shape:
         rows["TRL GRPOTrainer"] = trl_steps(args, prompts)
     base = rows.get("TRL GRPOTrainer", {"step": float("nan"), "cpu": float("nan")})
     print(f"{'':<26}{'s/step':>8}{'sample':>8}{'update':>8}{'KL':>7}{'TRL/it':>8}{'cpu s':>8}{'TRL/it':>8}{'GiB':>7}")
@@ -226,6 +325,18 @@ def main() -> None:
         ratios = f"{base['step'] / row['step']:>8.2f}{row['cpu']:>8.3f}{base['cpu'] / row['cpu']:>8.2f}"
         print(f"{name:<26}{row['step']:>8.3f}{parts}{share}{ratios}{row['memory']:>7.2f}")
     print("KL: share of the step taken by the reference's forward pass and by the exact KL in the head.")
+
+
+def beside_limits(args: argparse.Namespace, name: str, row: dict[str, float]) -> None:
+    """A step's parts, and the least that sampling and update can take."""
+    shape = shapes.SHAPES[args.shape]
+    sizes = (args.completions, args.prompt, args.tokens)
+    sampling, training = shape.sampling(*sizes), shape.update(*sizes)
+    print(f"{name}: {args.completions * args.tokens / row['step']:.0f} tokens a second")
+    for what, limit in (("step", sampling + training), ("sample", sampling), ("update", training)):
+        print(f"  {what:<10}{row[what]:8.3f} s, limit {limit:6.3f}: {row[what] / limit:5.2f} of it")
+    for what in PARTS:
+        print(f"  {what:<10}{row[what]:8.3f} s, {row[what] / row['step']:6.1%} of the step", flush=True)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,8 @@ def jacobians(
     if "entropy" in names:
         found["entropy"] = (logp + stats.entropy.unsqueeze(1)).neg_().mul_(p)
     if "kl" in names:
-        assert d is not None and stats.kl is not None, "a KL needs a reference"
+        assert d is not None, "a KL needs a reference"
+        assert stats.kl is not None, "and has one"
         found["kl"] = d.sub_(stats.kl.unsqueeze(1)).mul_(p)
     if "logp" in names:
         at = tokens.unsqueeze(1)

@@ -53,8 +53,8 @@ class DynamicSteps:
         self.position = positions_of(attention)[:, -1:]
         return self._forward(ids, positions_of(attention))
 
-    def step(self, token: Tensor) -> Tensor:
-        """Logits after ``token`` [n]."""
+    def step(self, token: Tensor, live: Tensor | None = None) -> Tensor:
+        """Logits after ``token`` [n]; those of sequences that are not ``live`` say nothing."""
         self.attention = torch.cat([self.attention, self.attention.new_ones(len(token), 1)], 1)
         self.position = self.position + 1
         return self._forward(token[:, None], self.position)
@@ -86,28 +86,19 @@ class StaticSteps:
         self.position = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.token = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.column = torch.zeros(1, dtype=torch.long, device=device)
+        self.live = torch.ones(rows, dtype=torch.bool, device=device)
+        if self.one_mask:  # where a layer that keeps keys and values itself finds them
+            vars(self.cache).update(column=self.column, live=self.live)
         self.graph: Any = None
         self.captures = device.type == "cuda"
         """Whether a step is recorded as a graph and replayed."""
         self.logits: Tensor | None = None
 
     def prefill(self, ids: Tensor, attention: Tensor) -> Tensor:
-        """Logits after each prompt, whose keys and values go into an emptied cache."""
-        self._begin(attention)
-        if ids.device.type == "cpu":
-            return self._prefill_once(ids, attention)
-        mask, prompt = self.visible, ids.shape[1]
-        if self.one_mask:
-            causal = torch.ones(prompt, self.width, dtype=torch.bool, device=ids.device).tril()
-            # A padding query sees itself, so that no row of the softmax is empty.
-            own = torch.eye(prompt, self.width, dtype=torch.bool, device=ids.device)
-            mask = (self.visible[:, None, None, :] | own) & causal
-        return self._logits(ids, mask, positions_of(attention), self.cache)
-
-    def _prefill_once(self, ids: Tensor, attention: Tensor) -> Tensor:
-        """The same with each distinct prompt computed once and handed to all of its sequences."""
+        """Logits after each prompt; its keys and values, computed once for all of its sequences, go into the cache."""
         from transformers.cache_utils import DynamicCache
 
+        self._begin(attention)
         rows, which, *_ = layout(ids, attention)
         real = attention[rows]
         cache: Any = DynamicCache(config=self.model.config)
@@ -123,12 +114,18 @@ class StaticSteps:
         self.cache.reset()
         self.visible.zero_()
         self.visible[:, : attention.shape[1]] = attention
+        self.live.fill_(True)
         self.column.fill_(attention.shape[1])
         self.position.copy_(positions_of(attention)[:, -1:] + 1)
 
-    def step(self, token: Tensor) -> Tensor:
-        """Logits after ``token`` [n], which goes into the next column of the cache."""
+    def step(self, token: Tensor, live: Tensor | None = None) -> Tensor:
+        """Logits after ``token`` [n], which goes into the next column of the cache.
+
+        Those of sequences that are not ``live`` say nothing: their attention may be left out.
+        """
         self.token.copy_(token[:, None])
+        if live is not None:
+            self.live.copy_(live)
         if self.captures and self.graph is None:
             self._capture()
         if not self.captures:

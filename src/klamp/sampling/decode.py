@@ -18,6 +18,8 @@ from klamp.sampling.caches import DynamicSteps, StaticSteps
 
 SLOTS = 4
 """Shapes whose cache and graph are kept."""
+ASKED = 8
+"""Tokens between two questions on a GPU whether all sequences have ended."""
 LONE = 1 << 24
 """Products of a map below which sleeping threads are not woken for it: half a millisecond on one core."""
 
@@ -29,6 +31,34 @@ class Drawn(NamedTuple):
     logp: Tensor
     mask: Tensor
     ended: Tensor
+
+
+class Over:
+    """Whether every sequence has ended: known at once on a CPU, and on a GPU without waiting for it.
+
+    There it is asked every :data:`ASKED` tokens, and the answer is taken when it is asked again: by then the device
+    has long given it, and has the tokens in between to work on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.answer = torch.ones((), dtype=torch.bool, pin_memory=self.cuda)
+        self.given: Any = None
+
+    def __call__(self, t: int, live: Tensor) -> bool:
+        """After token ``t``, with the sequences that are ``live``."""
+        if not self.cuda:
+            return not bool(live.any())
+        if t % ASKED != ASKED - 1:
+            return False
+        if self.given is not None:
+            self.given.synchronize()
+            if not bool(self.answer):
+                return True
+        self.answer.copy_(live.any(), non_blocking=True)
+        self.given = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.given.record()
+        return False
 
 
 class Decoder:
@@ -53,6 +83,7 @@ class Decoder:
         logits = steps.prefill(ids, attention)
         tokens, logps, alive = [], [], []
         live = torch.ones(rows, dtype=torch.bool, device=ids.device)
+        over = Over(ids.device)
         for t in range(length):
             token, logp = self.draw(logits, generator)
             token = torch.where(live, token, self.pad)
@@ -60,10 +91,9 @@ class Decoder:
             logps.append(torch.where(live, logp, torch.zeros_like(logp)))
             alive.append(live)
             live = live & ~torch.isin(token, self.end)
-            # Looking at `live` waits for the device, so it is looked at every few tokens there.
-            if t + 1 == length or ((ids.device.type == "cpu" or t % 8 == 7) and not bool(live.any())):
+            if t + 1 == length or over(t, live):
                 break
-            logits = steps.step(token)
+            logits = steps.step(token, live)
         mask = torch.stack(alive, 1)
         return Drawn(torch.stack(tokens, 1), torch.stack(logps, 1), mask, ~live)
 

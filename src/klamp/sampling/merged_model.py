@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from klamp.errors import ConfigError
+from klamp.kernels import backend
+from klamp.sampling.decoder_layers import step_layers
 from klamp.sampling.families import check_sampled, is_fast
 from klamp.sampling.fast_modules import lean_decoding, lora_layers
 from klamp.sampling.packed_linear import Packed, packs
@@ -54,6 +56,8 @@ class MergedModel:
             if policy.lora:
                 _pack_head(self.model)
             lean_decoding(self.model)
+            if backend(next(self.model.parameters()).device) == "fused":
+                step_layers(self.model, [linear for linear, _ in self.merged])
         self.own = dict(self.model.named_parameters())
 
     @torch.no_grad()
@@ -65,7 +69,7 @@ class MergedModel:
             if isinstance(linear, Packed):
                 linear.pack(_sum(layer))
             else:
-                linear.weight.copy_(_sum(layer))  # type: ignore[operator]
+                _merge(layer, cast(Tensor, linear.weight))
         if self.sharded and not self.policy.lora:
             for name, p in self.policy.model.named_parameters():
                 self.own[name].copy_(whole(p))
@@ -115,6 +119,19 @@ def _pack_head(model: Any) -> None:
     head = model.get_output_embeddings()
     if type(head) is nn.Linear and not head.weight.requires_grad and packs(head.weight):
         model.set_output_embeddings(Packed(head.weight, head.bias))
+
+
+def _merge(layer: Any, into: Tensor) -> None:
+    """``W + alpha/r · B A`` of the trained adapter, rounded once, into ``into``.
+
+    On a GPU in one product of W's dtype, into which the update's own forward pass rounds A and B too.
+    """
+    base = whole(layer.get_base_layer().weight)
+    if base.device.type != "cuda" or base.dtype not in (torch.bfloat16, torch.float16) or layer.fan_in_fan_out:
+        into.copy_(_sum(layer))
+        return
+    down, up = (whole(side[ADAPTER].weight).to(base.dtype) for side in (layer.lora_A, layer.lora_B))
+    torch.addmm(base, up, down, alpha=float(layer.scaling[ADAPTER]), out=into)
 
 
 def _sum(layer: Any) -> Tensor:
