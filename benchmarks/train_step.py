@@ -127,7 +127,7 @@ def parts_of(trainer: Trainer, step: int, args: argparse.Namespace) -> dict[str,
         "forward": (learner, "_loss"),
         "backward": (trainer.accelerator, "backward"),
         "optimiser": (learner, "_apply"),
-        "clamp": (learner, "_clamp"),
+        "clamp": (learner, "_after_update"),
         "merge": (sampler, "refresh"),
     }
     took: dict[str, list[float]] = {name: [] for name in places}
