@@ -32,7 +32,6 @@ from klamp.controllers.base import (
     clip,
     described,
     observed,
-    own_state,
 )
 from klamp.errors import ConfigError, require_number
 from klamp.monitor import Alarm, Monitor, MonitorState
@@ -188,7 +187,7 @@ class Control:
                 back to them. A step that began above the limit may then end no higher than it began.
             step: the number that alarms name; the monitor's own count where it is left out.
             figures: further keywords of :meth:`klamp.Monitor.record`: ``estimates``, ``sampler_kl``, ``no_signal``,
-                and numbers of your own for its file.
+                numbers of your own for its file, and ``beta`` where another price than this one was charged.
 
         Returns:
             The control of the next step. Its ``clamped`` and ``alarms`` say what was done and found.
@@ -277,8 +276,11 @@ class Control:
             The control with that state. Damaged values, and the state of another kind of controller, are a ConfigError.
         """
         state = ControlState.from_dict(saved)
-        if state.price is not None:
-            own_state(state.price, type(begin(self.controller)))
+        if state.price is not None and type(state.price) is not type(begin(self.controller)):
+            raise ConfigError(
+                f"the saved state is the {type(state.price).__name__} of another controller than "
+                f"{type(self.controller).__name__}. Give the controller it was made with, or start anew with init()."
+            )
         return replace(self, state=state, clamped=None, own_limit=None, alarms=())
 
     def _own_limit(self, own: float) -> float:
@@ -327,5 +329,6 @@ class Control:
         seen = self.seen
         effort = None if clamped is None else clamped.effort
         at = seen.steps + 1 if step is None else step
-        alarms = seen.record(at, kl=kl, beta=self.beta if self.started else None, effort=effort, **(figures or {}))
+        known = {"beta": self.beta if self.started else None, "effort": effort}
+        alarms = seen.record(at, kl=kl, **{**known, **(figures or {})})
         return seen.state, alarms

@@ -147,14 +147,14 @@ def test_gradient_accumulation_changes_nothing(trainer: Make) -> None:
 def test_several_steps_of_one_generation_are_steered_and_clamped(trainer: Make) -> None:
     t, control = controlled(trainer(max_steps=6, steps_per_generation=2, num_iterations=2, learning_rate=0.1))
     assert len(logged(t, "klamp/kl")) == 6
-    assert control.gauge_state.pairs == 2  # steps 2, 5 and 6 saw new tokens; before step 2 there was no level
+    assert control.control.state.gauge.pairs == 2  # steps 2, 5 and 6 saw new tokens; before step 2 there was no level
     assert_held(t)
 
 
 def test_the_gauge_reads_a_step_before_its_update(trainer: Make) -> None:
     t, control = controlled(trainer(max_steps=3, learning_rate=0.1, trainer_class=KlampGRPOTrainer))
     # that trainer logs the exact KL of the batch in the loss's own forward; float32, other kernels
-    assert control.gauge_state.reading == pytest.approx(logged(t, "kl")[-1], rel=1e-4)
+    assert control.control.state.gauge.reading == pytest.approx(logged(t, "kl")[-1], rel=1e-4)
 
 
 def test_tokens_trained_on_before_move_the_level_by_their_growth_alone() -> None:

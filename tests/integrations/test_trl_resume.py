@@ -71,7 +71,7 @@ def test_the_state_is_plain_json_in_trainer_state(trainer: Make, tmp_path: Path)
 def test_a_checkpoint_of_another_controller_or_unit_is_refused(trainer: Make, tmp_path: Path) -> None:
     run(trainer(out=tmp_path / "a", save_strategy="steps", save_steps=2, max_steps=2))
     ziegler = Ziegler(target=0.05, per="token")
-    with pytest.raises(ConfigError, match="holds the HoldState of another controller than Ziegler"):
+    with pytest.raises(ConfigError, match="the HoldState of another controller than Ziegler"):
         run(trainer(out=tmp_path / "b"), ziegler, str(tmp_path / "a" / "checkpoint-2"))
     with pytest.raises(ConfigError, match="steered per token, this controller is per sequence"):
         run(trainer(out=tmp_path / "b"), Hold(target=0.4, per="sequence"), str(tmp_path / "a" / "checkpoint-2"))

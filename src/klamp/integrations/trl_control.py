@@ -9,32 +9,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, NamedTuple, cast
 
 from transformers import TrainerCallback
 from transformers.trainer_callback import TrainerState
 from trl.trainer.rloo_trainer import RLOOTrainer
 
-from klamp.clamp import Clamped, Gauge, GaugeState, Scaler, lora_scaler, weights_scaler
-from klamp.clamp import clamp as clamp_kl
-from klamp.controllers import Controller, Hold, State
-from klamp.controllers.base import advance
+from klamp.clamp import LIMIT, Clamped, Scaler, lora_scaler, weights_scaler
+from klamp.control import Control
+from klamp.controllers import Controller, State
 from klamp.errors import ConfigError, KlampError, require_number
 from klamp.integrations import trl_checks as checks
 from klamp.integrations.trl_attach import Reminder, calling_trainer, controller_of, remind
 from klamp.integrations.trl_tokens import Inputs, OwnKL, Recorder, Trainer, counted, policy_of, reduce
 from klamp.masked import Unit
 from klamp.monitor import Alarm, Monitor, logger
-from klamp.plain import from_plain
 
 SAVED = "klamp.KLControl"
 """The key of klamp's state in ``trainer_state.json``. It names no callback class on purpose: with
 ``restore_callback_states_from_checkpoint`` the Trainer replaces a callback of that name by a new one without a trainer.
 """
-
-LIMIT = 1.1
-"""The clamp's limit in targets, unless given: that of klamp's trainer. The gauge keeps its own margin under it."""
 
 MOVED = 1e-4
 """Until KL has passed this share of the target the policy still is the reference, and a price has nothing to act on."""
@@ -110,10 +104,11 @@ class KLControl(TrainerCallback):
             checks.check_clamp(trainer)
         self.limit = self._limit(limit)
         bounds = getattr(self.controller, "bounds", None)
-        self.monitor = monitor or Monitor(self.target, self.per if self.target else None, bounds=bounds)
-        self.gauge = Gauge()
+        monitor = monitor or Monitor(self.target, self.per if self.target else None, bounds=bounds)
+        self.control = Control(self.controller, clamp=self.limit if self.clamp else None, monitor=monitor).init()
+        """Price, clamp and monitor after the last step."""
+        self.moved = self.settled = False
         self.recorder = Recorder(trainer)
-        self._start()
         self._bound = True
 
     def _check_alone(self) -> None:
@@ -156,15 +151,6 @@ class KLControl(TrainerCallback):
             return LIMIT * (self.target or math.inf)
         return require_number("limit", limit, above=0, way_out=f"It is a KL in nats per {self.per}.")
 
-    def _start(self) -> None:
-        """The state before the first step."""
-        self.state: State = self.controller.init()
-        self.gauge_state: GaugeState = self.gauge.init()
-        self.last: Clamped | None = None
-        """What the clamp found and did in the step before; None where that was no KL."""
-        self.own_limit = math.nan
-        self.moved = self.settled = False
-
     # The Trainer's events
 
     def on_init_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -195,16 +181,13 @@ class KLControl(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Read KL on the step's own tokens before they move the policy: what the clamp compares its readings to."""
-        if self._own is not None:
-            self._read(self._own.on(self.recorder.batches)())
+        self._before = None if self._own is None else self._own.on(self.recorder.batches)()
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Observe, clamp, steer, publish, save: after the optimiser's step, before TRL logs and writes a checkpoint."""
-        batches = self.recorder.batches
-        kl, step = self._observe(batches)
-        clamped = self._clamp()
-        self._publish(state.global_step, kl, clamped, self._spread(step))
-        self._steer(kl, step, clamped)
+        kl, step = self._observe(self.recorder.batches)
+        self._update(state.global_step, kl, step)
+        self._publish(state.global_step, kl, self._spread(step))
         self._set_price()
         _kept(state)[SAVED] = self.state_dict()
         self.recorder.batches = []
@@ -234,37 +217,27 @@ class KLControl(TrainerCallback):
         total = math.fsum(kl * n for kl, n in zip(logged, tokens, strict=True))
         return total / max(step.tokens if self.per == "token" else step.rows, 1.0), step
 
-    def _read(self, kl: float) -> None:
-        """Tell the gauge what this batch reads before its update. Tokens trained on before tell of changes only."""
-        if self._fresh:
-            self.gauge_state = self.gauge.update(self.gauge_state, kl, self.last)
-        elif self.last is not None:
-            self.gauge_state = self.gauge.carry(self.gauge_state, kl, self.last)
+    def _update(self, at: int, kl: float | None, step: Step) -> None:
+        """The control after this step: clamped on its own tokens, and at the next price.
 
-    def _clamp(self) -> Clamped | None:
-        """Measure on the step's own tokens and scale until KL is under the limit that keeps fresh KL under its own."""
-        if self._own is None or self._scaler is None:
-            return None
-        own = self._own()
-        self.own_limit = self.gauge.limit(self.gauge_state, self.limit, own)
-        result = clamp_kl(self._own, self._scaler, self.own_limit, kl=own)
-        self._own.on(())
-        self.last = result if math.isfinite(result.kl_before) and math.isfinite(result.kl_after) else None
-        return result
-
-    def _steer(self, kl: float | None, step: Step, clamped: Clamped | None) -> None:
-        """The next price, once the policy has left its reference."""
-        if not self.settled:
-            self.state = self._first_price(step)
-            self.settled = True
-        if kl is None:
-            return
-        self.moved = self.moved or not abs(kl) <= MOVED * (self.target or 1.0)
-        if not self.moved:
-            return
-        rows = max(1, round(step.rows))
-        effort = clamped.effort if clamped else 0.0
-        self.state = advance(self.controller, self.state, kl, rows, effort=effort, spread=self._spread(step))
+        The first step sets a first price, too, which its own KL then steers. No price follows a KL that is that of the
+        reference itself, where it has nothing to act on.
+        """
+        if not self.settled and self.feed_forward and (spread := self._spread(step)) is not None:
+            self.control = self.control.init(spread=spread, length=step.tokens / max(step.rows, 1.0))
+        self.settled = True
+        self.moved = self.moved or (kl is not None and not abs(kl) <= MOVED * (self.target or 1.0))
+        read = self.control.before_update(
+            kl,
+            self._spread(step),
+            max(1, round(step.rows)),
+            measured=self._before,
+            fresh=self._fresh,
+            steers=self.moved,
+        )
+        self.control = read.after_update(self._own, self._scaler, step=at, figures={"beta": float(self.trainer.beta)})
+        if self._own is not None:
+            self._own.on(())
 
     def _spread(self, step: Step) -> float | None:
         """RMS of the step's advantages; None where they say nothing about the price.
@@ -274,15 +247,8 @@ class KLControl(TrainerCallback):
         hidden = getattr(self.trainer.args, "normalize_advantages", False)
         return None if hidden else math.sqrt(step.squares / max(step.rows, 1.0))
 
-    def _first_price(self, step: Step) -> State:
-        """Hold's feed-forward from the spread of the advantages; the controller's own start where there is none."""
-        spread = self._spread(step)
-        if not self.feed_forward or not isinstance(self.controller, Hold) or spread is None:
-            return self.state
-        return self.controller.init(spread=spread, length=step.tokens / max(step.rows, 1.0))
-
     def _set_price(self) -> None:
-        self.trainer.beta = max(self.state.beta, self.floor)
+        self.trainer.beta = max(self.control.beta, self.floor)
 
     def _displacement(self) -> Scaler:
         model, reference = policy_of(self.trainer), self.trainer.ref_model
@@ -292,52 +258,55 @@ class KLControl(TrainerCallback):
 
     # What others see
 
-    def _publish(self, at: int, kl: float | None, clamped: Clamped | None, spread: float | None) -> None:
+    @property
+    def state(self) -> State:
+        """The controller's state."""
+        assert self.control.state.price is not None, "it is made with a price"
+        return self.control.state.price
+
+    @property
+    def monitor(self) -> Monitor:
+        """The monitor with what it has seen."""
+        return self.control.seen
+
+    def _publish(self, at: int, kl: float | None, spread: float | None) -> None:
         """Into TRL's metrics, which average over ``logging_steps`` and go to every tracker."""
+        clamped = self.control.clamped
         figures = {"beta": float(self.trainer.beta)} | ({} if spread is None else {"spread": spread})
         if self.target is not None:
             figures["target"] = self.target
         if clamped is not None:
-            figures |= {"effort": clamped.effort, "own_kl": clamped.kl_after, "own_limit": self.own_limit}
-            figures["level"] = self.gauge_state.level
+            figures |= {"effort": clamped.effort, "own_kl": clamped.kl_after}
+            figures |= {"own_limit": self.control.own_limit or 0.0, "level": self.control.state.gauge.level}
         if kl is not None:
-            alarms = self._alarms(at, kl, clamped)
+            alarms = [*self.control.alarms, *self._own_alarms(at, kl, clamped)]
             figures |= {"kl": kl, "alarms": float(len(alarms))} | {f"alarm/{a.kind}": 1.0 for a in alarms}
             if self.target is not None:
                 figures["in_band"] = float(abs(kl / self.target - 1) <= 0.2)
         for name, value in figures.items():
             self.trainer._metrics["train"][f"klamp/{name}"].append(value)
 
-    def _alarms(self, at: int, kl: float, clamped: Clamped | None) -> list[Alarm]:
-        effort = clamped.effort if clamped else None
-        alarms = self.monitor.record(at, kl=kl, beta=float(self.trainer.beta), effort=effort)
-        line = 0.01 * (self.target or 1.0)
-        if at == 1 and self.monitor.steps == 1 and kl > line:
+    def _own_alarms(self, at: int, kl: float, clamped: Clamped | None) -> list[Alarm]:
+        """Of a reference that is another model, and of a clamp that does not hold."""
+        alarms = []
+        if at == 1 and self.control.state.monitor.steps == 1 and kl > 0.01 * (self.target or 1.0):
             message = (
                 f"KL is {kl:.4g} before the first update, where policy and reference should be one. Look for dropout "
                 "(disable_dropout=True), or weights that TRL's reference was not loaded with."
             )
-            logger.warning("off_reference at step %d: %s", at, message)
             alarms.append(Alarm("off_reference", at, message, {"kl": kl}))
         if clamped is not None and not clamped.held:
             message = (
                 f"the clamp could not bring KL from {clamped.kl_before:.4g} under its limit. Lower the learning rate."
             )
-            logger.warning("clamp_lost at step %d: %s", at, message)
             alarms.append(Alarm("clamp_lost", at, message, {"kl": clamped.kl_after}))
+        for alarm in alarms:
+            logger.warning("%s at step %d: %s", alarm.kind, at, alarm.message)
         return alarms
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values; part of ``trainer_state.json`` in each of the trainer's checkpoints."""
-        return {
-            "per": self.per,
-            "controller": self.state.to_dict(),
-            "monitor": self.monitor.state_dict(),
-            "gauge": asdict(self.gauge_state),
-            "last": None if self.last is None else asdict(self.last),
-            "moved": self.moved,
-            "settled": self.settled,
-        }
+        return {"per": self.per, **self.control.to_dict(), "moved": self.moved, "settled": self.settled}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from :meth:`state_dict`."""
@@ -346,16 +315,7 @@ class KLControl(TrainerCallback):
                 f"the checkpoint was steered per {saved['per']}, this controller is per {self.per}. Give the "
                 "controller the unit of the checkpoint, or start without resuming."
             )
-        state = State.from_dict(saved["controller"])
-        if type(state) is not type(self.controller.init()):
-            raise ConfigError(
-                f"the checkpoint holds the {type(state).__name__} of another controller than "
-                f"{type(self.controller).__name__}. Give the controller it was made with, or start without resuming."
-            )
-        self.state = state
-        self.monitor.load_state_dict(saved["monitor"])
-        self.gauge_state = from_plain(GaugeState, saved["gauge"])
-        self.last = None if saved["last"] is None else from_plain(Clamped, saved["last"])
+        self.control = self.control.from_dict(saved)
         self.moved, self.settled = bool(saved["moved"]), bool(saved["settled"])
 
 

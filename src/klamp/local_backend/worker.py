@@ -125,7 +125,7 @@ class Worker:
             path = checkpoint.save(self.place.folder, 0, self.learner, self.tokenizer, config)
             saved = checkpoint.Saved(0, path)
         else:
-            checkpoint.load(saved, self.learner)
+            checkpoint.load(saved, self.learner, control=False)
         self._remember(saved.step, saved.path)
         self.held = ""
         self.folder.rewind(self.step)
@@ -209,7 +209,7 @@ class Worker:
         self.learner.optimizer.state.clear()
         self._release()
         with _randomness_untouched():
-            checkpoint.load(checkpoint.Saved(self.step, self.path), self.learner)
+            checkpoint.load(checkpoint.Saved(self.step, self.path), self.learner, control=False)
         self.folder.rewind(self.step)
         self.completions.refresh()
 

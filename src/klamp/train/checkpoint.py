@@ -167,10 +167,13 @@ def _in_order(config: Path) -> None:
     config.write_text(json.dumps(fields, indent=2, sort_keys=True), encoding="utf-8")
 
 
-def load(saved: Saved, learner: Learner) -> int:
-    """Put everything back as it was after ``saved.step`` and return the step."""
+def load(saved: Saved, learner: Learner, *, control: bool = True) -> int:
+    """Put everything back as it was after ``saved.step`` and return the step.
+
+    Without ``control`` the learner's stays as it is: that of LocalBackend may be another at every step.
+    """
     try:
-        return _load(saved, learner)
+        return _load(saved, learner, control)
     except KlampError:
         raise
     # Whole by its own manifest, and yet not what klamp writes: hand-made, or of another model.
@@ -183,7 +186,7 @@ def load(saved: Saved, learner: Learner) -> int:
         ) from error
 
 
-def _load(saved: Saved, learner: Learner) -> int:
+def _load(saved: Saved, learner: Learner, control: bool) -> int:
     folder = saved.path
     state = json.loads((folder / "trainer.json").read_text(encoding="utf-8"))
     if not isinstance(state, dict) or state.get("format") != FORMAT:
@@ -193,13 +196,15 @@ def _load(saved: Saved, learner: Learner) -> int:
     _load_weights(folder, learner)
     restore_moments(learner, load_file(folder / "optimizer.safetensors"))
     learner.skipped = int(state["skipped"])
-    control = learner.control.from_dict(state["steering"])
+    if control:
+        learner.control = learner.control.from_dict(state["steering"])
     extra = folder / "reference.safetensors"
     learner.reference.load(load_file(extra) if extra.is_file() else {}, saved.step)
     now = learner.reference.identity()
     same = now["reference"] == state["reference"]["reference"]
-    learner.control = control if same else control.new_reference()
-    if same and now != state["reference"] and state["reference"]["weights"] != digest({}):
+    if not same:
+        learner.control = learner.control.new_reference()
+    elif now != state["reference"] and state["reference"]["weights"] != digest({}):
         # The hash of nothing is what earlier versions wrote for a lag before its first step, which is the base.
         raise ReferencePolicyError(
             f"the reference changed since {str(folder)!r} was saved: {state['reference']} then, {now} now. A KL must "
