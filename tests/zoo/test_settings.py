@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -224,16 +223,6 @@ def test_longrope_that_would_be_crossed_is_refused(tmp_path: Path) -> None:
     made.sampler.refresh()
     rollout = made.sample(3)
     close(rollout.sampler_logp[rollout.mask], picked(made.learner.policy.model, rollout), atol=1e-5)
-
-
-def test_prompts_are_shared_in_known_families_only(tmp_path: Path) -> None:
-    """Doge looks at its best keys once there are more than ``keep_window_size``: a short batch would not show it."""
-    from klamp.train import shared
-
-    piece = part(batch(), torch.arange(3))
-    piece = replace(piece, ids=piece.ids[:1].repeat(3, 1), attention=piece.attention[:1].repeat(3, 1))
-    assert shared.agrees(build("llama").base_model, piece)
-    assert not shared.agrees(build("doge", keep_window_size=64).base_model, piece)
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -20,7 +20,6 @@ from klamp.kernels import backend
 from klamp.sampling.decoder_layers import step_layers
 from klamp.sampling.families import check_sampled, is_fast
 from klamp.sampling.fast_modules import lean_decoding, lora_layers
-from klamp.sampling.packed_linear import Packed, packs
 from klamp.sampling.probe import check_decoding
 from klamp.sharded import settle, whole
 
@@ -45,16 +44,14 @@ class MergedModel:
         base = source.get_base_model() if policy.lora else source
         check_sampled(base)
         self.fast = is_fast(base)
-        """Whether the static cache, packed weights and grouped attention are known to be right for this model."""
+        """Whether the static cache and grouped attention are known to be right for this model."""
         layers = lora_layers(base) if policy.lora else []
-        self.model, self.merged = _plain_copy(base, layers, pack=self.fast)
+        self.model, self.merged = _plain_copy(base, layers)
         if sharded and len(self.merged) < len(layers):
             raise ConfigError("an adapter that is more than LoRA on linear maps cannot be sharded by FSDP2.")
         if not self.fast:
             check_decoding(self.model)
         else:
-            if policy.lora:
-                _pack_head(self.model)
             lean_decoding(self.model)
             if backend(next(self.model.parameters()).device) == "fused":
                 step_layers(self.model, [linear for linear, _ in self.merged])
@@ -66,16 +63,13 @@ class MergedModel:
         if self.sharded:
             settle(cast(nn.Module, self.policy))  # the policy itself may be a sharded unit
         for linear, layer in self.merged:
-            if isinstance(linear, Packed):
-                linear.pack(_sum(layer))
-            else:
-                _merge(layer, cast(Tensor, linear.weight))
+            _merge(layer, cast(Tensor, linear.weight))
         if self.sharded and not self.policy.lora:
             for name, p in self.policy.model.named_parameters():
                 self.own[name].copy_(whole(p))
 
 
-def _plain_copy(base: Any, layers: Iterable[Any], *, pack: bool) -> tuple[Any, list[tuple[nn.Module, Any]]]:
+def _plain_copy(base: Any, layers: Iterable[Any]) -> tuple[Any, list[tuple[nn.Module, Any]]]:
     """The base with its tensors shared and its plain LoRA ``layers`` replaced, and each replacement with its layer."""
     wanted = {layer for layer in layers if _merges(layer)}
     named = {name: m for name, m in base.named_modules() if m in wanted}
@@ -85,7 +79,7 @@ def _plain_copy(base: Any, layers: Iterable[Any], *, pack: bool) -> tuple[Any, l
     merged = []
     for name, layer in named.items():
         parent, _, leaf = name.rpartition(".")
-        linear = _merged(layer, pack=pack)
+        linear = _merged(layer)
         setattr(plain.get_submodule(parent), leaf, linear)
         merged.append((linear, layer))
     return plain, merged
@@ -102,23 +96,14 @@ def _merges(layer: Any) -> bool:
     )
 
 
-def _merged(layer: Any, *, pack: bool) -> nn.Module:
+def _merged(layer: Any) -> nn.Module:
     """The layer's linear map with a weight of its own, as it is before the first update."""
     inner = layer.get_base_layer()
-    if pack and type(inner) is nn.Linear and packs(inner.weight):
-        return Packed(inner.weight, inner.bias)
     weight = inner.weight
     memo: dict[int, Any] = {id(t): t for t in inner.parameters()}
     linear: nn.Module = copy.deepcopy(inner, memo)
     linear.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
     return linear
-
-
-def _pack_head(model: Any) -> None:
-    """A head that does not train is packed once, the embedding that it may be tied to stays."""
-    head = model.get_output_embeddings()
-    if type(head) is nn.Linear and not head.weight.requires_grad and packs(head.weight):
-        model.set_output_embeddings(Packed(head.weight, head.bias))
 
 
 def _merge(layer: Any, into: Tensor) -> None:

@@ -35,23 +35,12 @@ class LoraForward:
         down, up = layer.lora_A._modules.get(name), layer.lora_B._modules.get(name)
         if type(down) is not nn.Linear or type(up) is not nn.Linear or not _plain(layer, name):
             return self.own(x)  # type: ignore[no-any-return]
-        if _alike(x, base.weight, down.weight, up.weight) and up._parameters["bias"] is None:
-            flat = x.reshape(-1, x.shape[-1])
-            result = functional.linear(flat, base.weight, base.bias)
-            low = functional.linear(flat, down.weight, down.bias)
-            # In place: a linear map's gradient does not look at its output. One pass over it, here and on the way back.
-            return result.addmm_(low, up.weight.t(), alpha=layer.scaling[name]).view(*x.shape[:-1], -1)
         result = functional.linear(x, base.weight, base.bias)
         if not torch.is_autocast_enabled(x.device.type):
             x = x.to(down.weight.dtype)
         low = functional.linear(x, down.weight, down.bias)
         scaled = torch.add(result, functional.linear(low, up.weight, up.bias), alpha=layer.scaling[name])
         return scaled if scaled.dtype == result.dtype else scaled.to(result.dtype)
-
-
-def _alike(x: Tensor, *weights: Tensor) -> bool:
-    """Whether all of it is of one dtype, on a CPU and without autocast: nothing is cast on the way."""
-    return x.device.type == "cpu" and not torch.is_autocast_enabled("cpu") and all(w.dtype == x.dtype for w in weights)
 
 
 def _plain(layer: Any, name: str) -> bool:

@@ -348,7 +348,7 @@ class Learner:
             # A sharded reference is computed by all processes together, so they keep its states or none does.
             return bool(self.reduce(torch.tensor(float(mine))) > 0) if self.sharded else mine
 
-        return Recall(fresh, rollout, self.config.optim.micro_batch, agree, self.policy.words_of)
+        return Recall(fresh, rollout, self.config.optim.micro_batch, agree)
 
     def _tally_kl(self, rollout: Rollout, prepared: Prepared, seen: Look, tally: Tally) -> None:
         counted = prepared.counted

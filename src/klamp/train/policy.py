@@ -16,14 +16,13 @@ from torch import Tensor, nn
 
 from klamp.errors import ConfigError
 from klamp.kernels import HeadSpec, TokenStats, head_of, token_stats, token_stats_from_logits
+from klamp.sampling.caches import accepted, positions_of
 from klamp.sampling.families import check_sampled
 from klamp.sampling.fast_modules import lean_norms, lora_layers
 from klamp.sampling.merged_model import ADAPTER
 from klamp.train import lean
 from klamp.train.batch import Part
 from klamp.train.config import TrainConfig
-from klamp.train.kept import Words, keeps, kept_stats, log_probs
-from klamp.train.shared import Backbone, inputs_of
 
 
 class States(NamedTuple):
@@ -41,8 +40,6 @@ class Anchor(NamedTuple):
     states: Tensor
     head: HeadSpec | None = None
     """None: the policy's own, or there is none to go through (``logits``)."""
-    words: Words | None = None
-    """Its log-probs of all words, where they are kept."""
     logits: bool = False
     """Whether the states are another model's logits."""
 
@@ -61,7 +58,6 @@ class Policy(nn.Module):
         """Whether FSDP2 holds the weights."""
         self.layers: list[Any] = []
         """The LoRA layers."""
-        self.states_of = Backbone()
         self.find_layers()
         self.linear_head, width = probe_head(model)
         """Whether the head was seen to be a linear map, with a scale and a soft cap at most."""
@@ -98,7 +94,7 @@ class Policy(nn.Module):
             before = slice(part.first - 1, part.ids.shape[1] - 1)
             hidden, last = out.logits[:, before], out.hidden_states[-1][:, before] if values else None
         else:
-            hidden = last = self.states_of(head.backbone, part, share=not self.sharded)
+            hidden = last = states_of(head.backbone, part)
         if self.sharded:
             hidden = hidden.clone()  # FSDP2 hooks what a forward pass returns, and a view would lose the hook
         if not values or self.value is None or last is None:
@@ -118,14 +114,6 @@ class Policy(nn.Module):
         ``gradient_of`` names those that a loss will use (:func:`klamp.kernels.token_stats`).
         """
         return score(self.head, states, part, reference, self.temperature, gradient_of)
-
-    def words_of(self, states: Tensor, head: HeadSpec | None) -> Tensor | None:
-        """[k, V] log-probs of all words after a reference's states [k, H], where they are kept; None where not."""
-        own, other = self.head, head or self.head
-        if not (keeps(own, states, len(states)) and keeps(other, states, len(states))):
-            return None
-        assert other is not None, "only a plain head's are kept"
-        return log_probs(other, states, self.temperature)
 
     @contextlib.contextmanager
     def without_adapter(self) -> Iterator[None]:
@@ -158,6 +146,19 @@ class Policy(nn.Module):
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
 
+def inputs_of(model: Any, part: Part) -> dict[str, Tensor]:
+    """What a model is called with: ids, mask, and positions that do not count padding, where it takes them."""
+    attention = part.attention.long()
+    found = {"input_ids": part.ids, "attention_mask": attention}
+    return found | accepted(model, position_ids=positions_of(attention))
+
+
+def states_of(backbone: nn.Module, part: Part) -> Tensor:
+    """[n, c, H] states before each token of ``part``."""
+    found: Tensor = backbone(**inputs_of(backbone, part), use_cache=False).last_hidden_state
+    return found[:, part.first - 1 : part.ids.shape[1] - 1]
+
+
 def score(
     head: HeadSpec | None,
     states: Tensor,
@@ -168,8 +169,6 @@ def score(
 ) -> TokenStats:
     """Log-probs, exact KL and entropy of the tokens of ``part`` from one model's states against another's."""
     given: dict[str, Any] = {"mask": part.mask, "temperature": temperature}
-    if head is not None and reference is not None and reference.words is not None:
-        return kept_stats(head, states, part.tokens, part.mask, reference.words, temperature)
     if reference is None:
         if head is None:
             return token_stats_from_logits(states, part.tokens, **given)

@@ -1,4 +1,4 @@
-"""The reference's states of a step's rollout, and its log-probs where those are few, computed once."""
+"""The reference's states of a step's rollout, computed once."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from klamp.kernels import HeadSpec
 from klamp.train.batch import Part, Rollout, parts
-from klamp.train.kept import Words
 from klamp.train.policy import Anchor
 
 CACHE_BYTES = 2 << 30
@@ -25,17 +23,12 @@ class Recall:
         rollout: Rollout,
         size: int,
         agree: Callable[[bool], bool],
-        words_of: Callable[[Tensor, HeadSpec | None], Tensor | None],
     ) -> None:
-        """``size``: sequences a forward pass. ``agree``: whether any process says yes, so that all do the same.
-
-        ``words_of`` gives the log-probs of all words after some states, or None where they are not to be kept.
-        """
-        self.states, self.rollout, self.size, self.agree, self.words_of = states, rollout, size, agree, words_of
+        """``size``: sequences a forward pass. ``agree``: whether any process says yes, so that all do the same."""
+        self.states, self.rollout, self.size, self.agree = states, rollout, size, agree
         self.kept: Tensor | None = None
         self.like: Anchor | None = None
         """Any of the states kept: they all go through one head."""
-        self.words: Words | None = None
         self.too_large = False
 
     def __call__(self, piece: Part) -> Anchor:
@@ -43,9 +36,8 @@ class Recall:
             self._fill()
         if self.kept is None:
             return self.states(piece)
-        words = None if self.words is None else self.words._replace(at=piece.of(self.words.at))
         assert self.like is not None
-        return self.like._replace(states=piece.of(self.kept), words=words)
+        return self.like._replace(states=piece.of(self.kept))
 
     def _fill(self) -> None:
         rollout = self.rollout
@@ -60,12 +52,3 @@ class Recall:
                     return
                 self.kept, self.like = states.new_zeros(*rollout.mask.shape, states.shape[-1]), found
             piece.put(self.kept, states)
-        if self.kept is not None:
-            self._fill_words(self.kept)
-
-    def _fill_words(self, states: Tensor) -> None:
-        mask = self.rollout.mask
-        assert self.like is not None
-        logp = None if self.like.logits else self.words_of(states[mask], self.like.head)
-        if logp is not None:
-            self.words = Words(logp, (mask.flatten().cumsum(0) - 1).view(mask.shape))

@@ -1,0 +1,99 @@
+"""Decoding: prompts that several sequences share are filled in once, and the sampler follows the policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from klamp.sampling.caches import DynamicSteps, StaticSteps
+from klamp.sampling.decode import fit_threads
+from klamp.sampling.prompts import layout
+from klamp.train.batch import Part
+
+FIRST = 5
+
+
+def model(name: str, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    fields = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "initializer_range": 0.3}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2}
+    if name == "mistral":
+        return MistralForCausalLM(MistralConfig(vocab_size=40, **fields, **heads, **settings)).eval()
+    return LlamaForCausalLM(LlamaConfig(vocab_size=40, **fields, **heads, **settings)).double().eval()
+
+
+def part(columns: int = 7) -> Part:
+    """Groups of four, two (padded on the left) and one, in no order; sequences that end early."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(1, 40, (7, FIRST + columns), generator=generator)
+    attention = torch.ones_like(ids, dtype=torch.bool)
+    for group in ([0, 2, 3, 6], [1, 5], [4]):
+        ids[group, :FIRST] = ids[group[0], :FIRST].clone()
+    attention[[1, 5], :2] = False
+    ids[1, :2] = 7  # what stands in the padding does not matter
+    attention[0, FIRST + 4 :] = False
+    attention[5, FIRST + 1 :] = False
+    return Part(torch.arange(7), slice(0, columns), ids, attention, attention[:, FIRST:].clone(), FIRST)
+
+
+def test_the_layout_finds_what_is_the_same() -> None:
+    piece = part()
+    rows, which, place, tails = layout(piece.ids[:, : piece.first], piece.attention[:, : piece.first])
+    assert len(rows) == 3
+    assert tails == 4
+    groups = {tuple((which == p).nonzero().flatten().tolist()) for p in range(3)}
+    assert groups == {(0, 2, 3, 6), (1, 5), (4,)}
+    assert place.tolist() == [0, 0, 1, 2, 0, 1, 3]
+
+
+@pytest.mark.parametrize("settings", [{}, {"sliding_window": 3}, {"sliding_window": 3, "attn_implementation": "eager"}])
+def test_prompts_filled_in_once_are_prompts_filled_in_each(settings: Any) -> None:
+    made, piece = model("mistral", **({"sliding_window": None} | settings)), part()  # also under eager attention
+    ids, attention = piece.ids[:, :FIRST], piece.attention[:, :FIRST]
+    logits = []
+    with torch.no_grad():
+        for steps in (StaticSteps(made, len(ids), FIRST + 3), DynamicSteps(made)):
+            filled = steps.prefill(ids, attention)
+            logits.append(torch.stack([filled, *(steps.step(torch.arange(7) + k) for k in (3, 4))]))
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
+
+
+def test_the_sampler_follows_the_policy_through_merged_weights(
+    tmp_path: Any, words_model: str, words_prompts: str
+) -> None:
+    from klamp.train.config import LoraConfig, RolloutConfig, TrainConfig
+    from klamp.train.loop import Trainer
+
+    config = TrainConfig(
+        model=words_model,
+        prompts=words_prompts,
+        run=str(tmp_path / "run"),
+        device="cpu",
+        rollout=RolloutConfig(prompts=3, group_size=4, max_tokens=6),
+        lora=LoraConfig(rank=4, alpha=8.0),
+    )
+    made = Trainer(config, rewards=[lambda prompts, completions, **_: [0.0] * len(prompts)], quiet=True)
+    with torch.no_grad():
+        for p in made.learner.policy.trainable().values():
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)), alpha=0.2)
+    made.sampler.refresh()
+    rollout = made.sample(1)
+    look = made.learner._look(rollout, made.learner._anchors(rollout))
+    torch.testing.assert_close(rollout.sampler_logp[rollout.mask], look.logp[rollout.mask], rtol=1e-4, atol=1e-4)
+    assert bool((look.kl[rollout.mask] > 0).any()), "the adapter does something"
+
+
+def test_sleeping_threads_are_left_asleep_for_small_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, before = model("llama"), torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        for policy, rows, expected in (("passive", 8, 1), ("PASSIVE", 8, 1), ("passive", 1 << 14, 2), ("active", 8, 2)):
+            monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+            with fit_threads(made, rows):
+                assert torch.get_num_threads() == expected
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
