@@ -26,7 +26,7 @@ PIECES = 1000
 def write_run(run: Path, steps: int, *, spike: int | None = None) -> None:
     """config.yaml, metrics.jsonl of ``steps`` lines, alarms; KL jumps to 9 nats at step ``spike``, for one step."""
     from klamp.train.config import TrainConfig
-    from klamp.train.settings import to_yaml
+    from klamp.train.config_io import to_yaml
 
     run.mkdir(parents=True)
     (run / "config.yaml").write_text(to_yaml(TrainConfig(run=str(run), steps=steps)))
@@ -61,7 +61,7 @@ def row(i: int) -> dict[str, float]:
 def imported(run: Path) -> str:
     """What both need before they read a line."""
     import klamp.report
-    import klamp.train.runs  # noqa: F401
+    import klamp.train.run_folder  # noqa: F401
 
     return ""
 
@@ -75,7 +75,7 @@ def report(run: Path) -> str:
 
 def resume(run: Path) -> str:
     """What ``--resume`` does to the run's files, going on ten steps before the end."""
-    from klamp.train.runs import RunFolder
+    from klamp.train.run_folder import RunFolder
 
     folder = RunFolder(run)
     last = int(folder.last_step())

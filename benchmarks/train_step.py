@@ -33,7 +33,7 @@ import torch
 
 import shapes
 from klamp import models
-from klamp.train.batch import part
+from klamp.sampling.batch import part
 from klamp.train.config import KLConfig, LoraConfig, OptimConfig, RolloutConfig, TrainConfig
 from klamp.train.loop import Trainer
 

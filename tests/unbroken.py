@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from klamp.train.config import TrainConfig
-from klamp.train.runs import read_jsonl
+from klamp.train.run_folder import read_jsonl
 
 LOGS = ("metrics", "samples", "alarms", "probes")
 

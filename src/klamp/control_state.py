@@ -10,8 +10,8 @@ from typing import Any
 from klamp.clamp import Clamped, GaugeState
 from klamp.controllers.base import State
 from klamp.errors import ConfigError, require_number, shown
+from klamp.json_state import from_plain
 from klamp.monitor import MonitorState
-from klamp.plain import from_plain
 
 DAMAGED = "The checkpoint is damaged; start from an earlier one."
 

@@ -17,20 +17,21 @@ import klamp
 ROOT = Path(klamp.__file__).parent
 LAYERS = [
     # the library: torch alone
-    {"errors", "numerics", "sharded"},
-    {"masked", "chat", "jsonl", "plain", "functions"},
+    {"errors", "numerics", "distributed"},
+    {"masked", "chat", "jsonl", "json_state", "user_functions"},
     {"estimators", "controllers", "clamp", "objectives"},
     {"placements", "trust", "kernels", "monitor"},
     {"control_state"},
     {"control"},
     # what is built on it
-    {"compat", "audit", "models", "references"},
-    {"sampling"},
+    {"compat", "audit", "sampling"},
+    {"models"},
+    {"references"},
     {"train"},
     {"serve", "results"},
-    {"experiments"},
-    {"local_backend", "report"},
-    {"integrations", "measure"},
+    {"local_backend", "experiments"},
+    {"integrations", "report"},
+    {"measure"},
     {"cli"},
 ]
 """A room imports from the rooms of the layers above its own in this list, and from no other."""

@@ -12,7 +12,7 @@ from typing import Any
 from klamp.experiments import compare
 from klamp.experiments.compare import CompareConfig, run_folder
 from klamp.experiments.folder import FORMAT, Folder
-from klamp.train.settings import to_yaml
+from klamp.train.config_io import to_yaml
 
 HOSTILE = [
     "<script>document.title='owned'</script>",

@@ -22,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).parent))  # torchrun starts this file by i
 
 from test_ranks import apart, make_config, two_steps  # noqa: F401 (a fixture)
 
-from klamp.sharded import whole
+from klamp.distributed import whole
 from klamp.train.config import TrainConfig
+from klamp.train.config_io import from_yaml, to_yaml
 from klamp.train.loop import Trainer
-from klamp.train.runs import read_jsonl
-from klamp.train.settings import from_yaml, to_yaml
+from klamp.train.run_folder import read_jsonl
 
 FSDP = {
     "ACCELERATE_USE_FSDP": "true",

@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 import torch
 
-from klamp.train.batch import Rollout, collate
+from klamp.sampling.batch import Rollout, collate
 from klamp.train.config import TrainConfig
+from klamp.train.config_io import from_yaml, to_yaml
 from klamp.train.loop import Trainer
-from klamp.train.runs import read_jsonl
-from klamp.train.settings import from_yaml, to_yaml
+from klamp.train.run_folder import read_jsonl
 
 CASES = {
     "grpo": {},

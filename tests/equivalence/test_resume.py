@@ -22,9 +22,9 @@ import torch
 
 import unbroken
 from klamp.train.config import RewardConfig, TrainConfig
+from klamp.train.config_io import from_yaml, to_yaml
 from klamp.train.loop import Trainer
-from klamp.train.runs import read_jsonl
-from klamp.train.settings import from_yaml, to_yaml
+from klamp.train.run_folder import read_jsonl
 from unbroken import assert_same, resumed
 
 STEPS = 7

@@ -20,9 +20,9 @@ import pytest
 from nursery import Child, Nursery, count
 
 from klamp.experiments.folder import Folder
-from klamp.train.anchors import saved_steps
-from klamp.train.checkpoint import damage, folder_of
-from klamp.train.runs import RunFolder, read_jsonl
+from klamp.references.folders import folder_of, saved_steps
+from klamp.train.checkpoint import damage
+from klamp.train.run_folder import RunFolder, read_jsonl
 from unbroken import assert_same, left_by, rows, timeless
 
 pytestmark = pytest.mark.slow

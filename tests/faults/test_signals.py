@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from nursery import Child, Nursery
 
-from klamp.train.anchors import saved_steps
-from klamp.train.checkpoint import damage, folder_of
+from klamp.references.folders import folder_of, saved_steps
+from klamp.train.checkpoint import damage
 from klamp.train.config import RewardConfig
-from klamp.train.runs import read_jsonl
+from klamp.train.run_folder import read_jsonl
 from unbroken import assert_same, left_by
 
 pytestmark = pytest.mark.slow

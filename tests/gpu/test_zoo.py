@@ -78,9 +78,9 @@ def build(family: str, dtype: torch.dtype) -> Any:
 
 def drawn(model: Any, *, lora: bool = False) -> tuple[Any, Any]:
     """A sampler and a rollout of ragged prompts, some of them longer than the window."""
+    from klamp.models.policy import Policy
     from klamp.sampling.sampler import Sampler
     from klamp.train.config import RolloutConfig
-    from klamp.train.policy import Policy
     from small_model import tokenizer, vocabulary
 
     policy = Policy(model, value_head=False, temperature=0.9, lora=lora)

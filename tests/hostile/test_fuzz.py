@@ -26,11 +26,11 @@ from klamp.cli import main
 from klamp.controllers import Hold
 from klamp.errors import ConfigError, KlampError
 from klamp.experiments import compare, sweep_grammar
+from klamp.json_state import from_plain
 from klamp.monitor import Monitor
-from klamp.plain import from_plain
 from klamp.train import data, rewards
 from klamp.train.config import TrainConfig
-from klamp.train.settings import fields_of, from_dict, from_yaml, to_dict, to_yaml
+from klamp.train.config_io import fields_of, from_dict, from_yaml, to_dict, to_yaml
 
 pytestmark = pytest.mark.slow
 
@@ -85,7 +85,7 @@ def test_sweep_expressions(text: str) -> None:
 @example("adapter:\0")
 @example("model:~nobody-here/x")
 def test_reference_strings(text: str) -> None:
-    from klamp.train.anchors import check_reference
+    from klamp.references.states import check_reference
 
     with contextlib.suppress(KlampError):
         spec = references.parse(text)

@@ -18,8 +18,8 @@ from klamp import models
 from klamp.errors import ConfigError, KlampError
 from klamp.measure.pair import load_pair
 from klamp.models import fetch
+from klamp.references.folders import check_folder, folder_of
 from klamp.train import checkpoint, rewards
-from klamp.train.adapters import check_folder
 
 pytest.importorskip("transformers")
 
@@ -179,7 +179,7 @@ def adapter(trainer: Callable[..., Any], tmp_path: Path) -> Path:
     """An adapter as klamp saves it."""
     run = trainer(steps=1)
     run.run()
-    return checkpoint.folder_of(run.folder.path, 1)
+    return folder_of(run.folder.path, 1)
 
 
 def test_a_pickled_adapter_is_refused_unopened(adapter: Path, mark: Path, words_model: str) -> None:

@@ -19,7 +19,7 @@ from klamp.measure.run import Settings, Store
 from klamp.models import fetch
 from klamp.report import write_runs
 from klamp.train.config import TrainConfig
-from klamp.train.runs import RunFolder
+from klamp.train.run_folder import RunFolder
 
 NAMES = [
     "..",

@@ -11,7 +11,7 @@ from klamp import ConfigError
 from klamp.cli import main
 from klamp.compat.settings import FOREIGN, foreign
 from klamp.train.config import TrainConfig
-from klamp.train.settings import fields_of, from_dict, from_yaml
+from klamp.train.config_io import fields_of, from_dict, from_yaml
 
 FIELDS = {name for name, _ in fields_of(TrainConfig)}
 

@@ -22,9 +22,9 @@ from klamp import models
 from klamp.local_backend import Choice, LocalBackend, TrainableModel, TrainResult, Trajectory, TrajectoryGroup
 from klamp.local_backend import worker as worker_module
 from klamp.references import Ema, StepLag
+from klamp.references.states import REFERENCE, ReferencePolicyError
 from klamp.train import learner as learner_module
 from klamp.train import pricing
-from klamp.train.anchors import REFERENCE, ReferencePolicyError
 from klamp.train.checkpoint import CheckpointError
 
 ROOT = Path(__file__).parents[2]

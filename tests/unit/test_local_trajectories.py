@@ -25,8 +25,8 @@ from klamp.local_backend import (
     gather_trajectory_groups,
 )
 from klamp.local_backend.arguments import ART_DEFAULTS, Arguments
+from klamp.sampling.batch import Rollout
 from klamp.train import learner as learner_module
-from klamp.train.batch import Rollout
 
 MODEL = TrainableModel(name="agent", project="tests", base_model="tiny")
 QUESTION = {"role": "user", "content": "The waiter was"}

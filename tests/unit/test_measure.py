@@ -180,7 +180,7 @@ def test_two_processes_find_what_one_finds(adapter: Path, measured: Measurement,
 def run_folder(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run as `klamp train` leaves it: its configuration and two checkpoints, the newest away from the base."""
     from klamp.train.config import RolloutConfig, TrainConfig
-    from klamp.train.runs import RunFolder
+    from klamp.train.run_folder import RunFolder
 
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "runs" / "kind"

@@ -16,7 +16,7 @@ from klamp.errors import ConfigError
 from klamp.report.view import View, chart_data, make_arm
 from klamp.results import records
 from klamp.results.figures import figures
-from klamp.train.runs import RunFolder
+from klamp.train.run_folder import RunFolder
 
 STEPS, SPIKE = 50_000, 31_234
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "metrics_load.py"

@@ -15,7 +15,7 @@ from klamp.experiments.folder import Folder
 from klamp.experiments.sweep import SweepConfig, plan
 from klamp.models.usual import OWN, USUAL, rate
 from klamp.train.config import AlgorithmConfig, OptimConfig, RolloutConfig, TrainConfig
-from klamp.train.settings import from_yaml, to_dict, to_yaml
+from klamp.train.config_io import from_yaml, to_dict, to_yaml
 
 
 def batch(config: TrainConfig) -> tuple[float, ...]:

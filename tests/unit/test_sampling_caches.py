@@ -8,10 +8,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from klamp.sampling.caches import DynamicSteps, StaticSteps
+from klamp.sampling.batch import Part
+from klamp.sampling.caches import DynamicSteps, StaticSteps, layout
 from klamp.sampling.decode import fit_threads
-from klamp.sampling.prompts import layout
-from klamp.train.batch import Part
 
 FIRST = 5
 

@@ -12,11 +12,11 @@ import torch
 
 from klamp.monitor import ADVICE, Alarm, Monitor
 from klamp.train.config import KLConfig, TrainConfig
+from klamp.train.config_io import fields_of
 from klamp.train.control import advice
 from klamp.train.display import Display, place
-from klamp.train.figures import without_signal
 from klamp.train.loop import Trainer
-from klamp.train.settings import fields_of
+from klamp.train.metrics import without_signal
 
 SETTINGS = [
     KLConfig(),

@@ -12,12 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from klamp.distributed import digest
 from klamp.errors import ConfigError
 from klamp.models import load_model
-from klamp.sharded import digest
+from klamp.references.folders import folder_of, saved_steps
+from klamp.references.states import ReferencePolicyError
 from klamp.train import checkpoint
-from klamp.train.anchors import ReferencePolicyError, saved_steps
-from klamp.train.checkpoint import CheckpointError, damage, folder_of
+from klamp.train.checkpoint import CheckpointError, damage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

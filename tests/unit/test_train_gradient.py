@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from klamp.placements import ACCEPTED
+from klamp.sampling.batch import Rollout
 from klamp.train.algorithms import needs_look, prepare
-from klamp.train.batch import Rollout
 
 BETA, TEMPERATURE = 0.37, 0.8
 PAIRS = [(p.estimator, p.placement) for p in ACCEPTED]

@@ -12,7 +12,7 @@ import torch
 
 from klamp.placements import ACCEPTED
 from klamp.train.config import RewardConfig
-from klamp.train.runs import read_jsonl
+from klamp.train.run_folder import read_jsonl
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

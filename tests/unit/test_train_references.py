@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from klamp.models import load_model
-from klamp.train.anchors import REFERENCE, SecondModel, saved_steps
+from klamp.references.folders import saved_steps
+from klamp.references.states import REFERENCE, SecondModel
 from klamp.train.loop import Trainer
 
 LORA = ["base", "step:0", "model", "adapter", "lag:2", "ema:0.7", "periodic:2"]

@@ -16,8 +16,8 @@ import torch
 from klamp import models
 from klamp.errors import ConfigError
 from klamp.train.config import AlgorithmConfig, KLConfig, RewardConfig, RolloutConfig, TrainConfig
+from klamp.train.config_io import from_dict, from_yaml, to_dict, to_yaml
 from klamp.train.loop import Trainer
-from klamp.train.settings import from_dict, from_yaml, to_dict, to_yaml
 from small_model import vocabulary, write_model
 
 
@@ -76,7 +76,7 @@ def test_a_missing_step_lists_those_there(refused: Any, config: Any) -> None:
     made = config()
     for step in (3, 6):
         (Path(made.run) / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
-    from klamp.train.runs import RunFolder
+    from klamp.train.run_folder import RunFolder
 
     RunFolder(made.run).write_config(made)
     refused(r"step:40 is not saved.*Saved steps: 3, 6", resume=True, kl={"reference": "step:40"})
@@ -142,7 +142,7 @@ def test_a_folder_that_is_no_run(refused: Any, config: Any) -> None:
 
 
 def test_a_run_in_use_by_another_process(refused: Any, config: Any) -> None:
-    from klamp.train.runs import RunFolder
+    from klamp.train.run_folder import RunFolder
 
     made = config()
     folder = RunFolder(made.run)

@@ -19,9 +19,9 @@ from klamp.cli import main
 from klamp.errors import ConfigError
 from klamp.train import loop
 from klamp.train.config import LoraConfig, OptimConfig, RewardConfig, RolloutConfig, TrainConfig
+from klamp.train.config_io import from_yaml, to_yaml
 from klamp.train.loop import train_policy
-from klamp.train.runs import RunFolder
-from klamp.train.settings import from_yaml, to_yaml
+from klamp.train.run_folder import RunFolder
 
 LENGTH = RewardConfig(functions=("length:4",))
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from klamp.errors import ConfigError
 from klamp.measure.pair import Pair, load_pair
 from klamp.measure.score import both_ways
+from klamp.sampling.batch import collate, part
 from klamp.sampling.sampler import Sampler
-from klamp.train.batch import collate, part
 from klamp.train.config import AlgorithmConfig, KLConfig, OptimConfig, RolloutConfig
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
@@ -248,7 +248,7 @@ def test_checkpointing_gives_the_same_gradient_from_fewer_kept_states(full: bool
 
 
 def test_checkpointing_where_there_is_none_is_refused(tmp_path: Path) -> None:
-    from klamp.train.policy import recompute
+    from klamp.models.policy import recompute
 
     model = build("llama")
     model.supports_gradient_checkpointing = False

@@ -11,8 +11,8 @@ from torch import Tensor
 from klamp.audit.core import DRIFTS, Batch, Finding, examine
 from klamp.audit.matrix import ROWS
 from klamp.errors import ConfigError
-from klamp.functions import imported
 from klamp.placements import LOCAL, SEQUENCE
+from klamp.user_functions import imported
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -96,6 +96,8 @@ def _measure(
     policy: str | None, reference: str | None, prompts: str | None, completions: str | None, out: str | None, **how: Any
 ) -> Measurement:
     """Measure, write the files and print the summary; processes other than the first only help."""
+    import transformers  # noqa: F401  # if it is missing, that is said before anything else is
+
     from klamp.measure.run import measure_kl
     from klamp.measure.sides import sides
 

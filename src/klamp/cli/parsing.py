@@ -110,7 +110,7 @@ def flags_named(config: type) -> Iterator[None]:
 
 def as_flags(text: str, config: type) -> str:
     """``kl.max_weight=2`` in a message as ``--kl.max-weight 2``, and likewise every other field of ``config``."""
-    from klamp.train.settings import fields_of
+    from klamp.train.config_io import fields_of
 
     names = [name for name, _ in fields_of(config)]
     dotted = "|".join(re.escape(n) for n in sorted(names, key=len, reverse=True) if "." in n)

@@ -34,7 +34,7 @@ def train(args: list[str]) -> None:
     text = inspect.cleandoc(train.__doc__ or "")
     with flags_named(TrainConfig):
         config = parsed(TrainConfig, rest, default=default, prog="klamp train", description=text)
-        from klamp.train.anchors import saved_steps
+        from klamp.references.folders import saved_steps
         from klamp.train.loop import train_policy
 
         saved = saved_steps(Path(config.run)) if config.resume and not config.skip_damaged else []
@@ -73,8 +73,8 @@ def _page(run: str, port: int | None) -> Iterator[None]:
 def _starting_point(args: list[str]) -> tuple[TrainConfig, list[str]]:
     """What the flags go on top of, which is --config, the run that is resumed, or the defaults; and the flags."""
     from klamp.train.config import TrainConfig
-    from klamp.train.runs import RunFolder
-    from klamp.train.settings import from_yaml
+    from klamp.train.config_io import from_yaml
+    from klamp.train.run_folder import RunFolder
 
     file, rest = value_of("--config", args), without("--config", args)
     if file is None and any(item.partition("=")[0] == "--config" for item in args):
@@ -110,9 +110,8 @@ def _stops_told(run: str) -> Iterator[None]:
 
 
 def _stopped(run: str) -> str:
-    from klamp.train.anchors import saved_steps
-    from klamp.train.checkpoint import folder_of
-    from klamp.train.runs import RunFolder
+    from klamp.references.folders import folder_of, saved_steps
+    from klamp.train.run_folder import RunFolder
 
     last, saved = RunFolder(run).last_step(), max(saved_steps(Path(run)), default=0)
     if not saved:
@@ -130,7 +129,7 @@ def _first_process() -> bool:
 
 def _ended(run: str, before: int) -> str:
     """Where the run is, and what may be done with it next."""
-    from klamp.train.runs import RunFolder
+    from klamp.train.run_folder import RunFolder
 
     named, steps = shlex.quote(run), RunFolder(run).last_step()
     if 0 < steps <= before:

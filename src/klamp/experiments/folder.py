@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from klamp.errors import ConfigError
-from klamp.train.runs import atomic_text, no_links_out
+from klamp.train.run_folder import atomic_text, no_links_out
 
 SETTINGS = "experiment.json"
 FORMAT = "klamp-experiment/1"

@@ -20,7 +20,7 @@ from klamp.results.figures import Figures, figures
 from klamp.results.tables import number
 from klamp.train import data
 from klamp.train.config import KLConfig, TrainConfig
-from klamp.train.settings import from_yaml
+from klamp.train.config_io import from_yaml
 
 Engine = Literal["local", "ray"]
 USUAL_SWEEP = ("kl.beta=0.01:1:5:log",)

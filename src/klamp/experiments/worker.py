@@ -30,14 +30,14 @@ from klamp import models
 from klamp.chat import Prompt, as_text
 from klamp.errors import ConfigError, KlampError
 from klamp.experiments.perplexity import Text, heldout, perplexity
+from klamp.models.policy import Policy
+from klamp.sampling.batch import Rollout, part
 from klamp.sampling.sampler import Sampler, context_of
 from klamp.train import data
-from klamp.train.batch import Rollout, part
 from klamp.train.config import TrainConfig
+from klamp.train.config_io import from_dict, to_dict
 from klamp.train.loop import Trainer
-from klamp.train.policy import Policy
-from klamp.train.runs import RunFolder, atomic_text
-from klamp.train.settings import from_dict, to_dict
+from klamp.train.run_folder import RunFolder, atomic_text
 
 PROBES = 6
 """Prompts at which every policy is asked for a completion, with the same random numbers."""

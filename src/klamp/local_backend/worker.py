@@ -25,9 +25,10 @@ from klamp.local_backend.arguments import Arguments, Place
 from klamp.local_backend.batch import Batch
 from klamp.local_backend.completions import Completions
 from klamp.monitor import Alarm
-from klamp.references import AdapterPath, Base, Ema, Periodic, ReferenceSpec, StepLag, parse
+from klamp.references import AdapterPath, Base, Ema, Periodic, ReferenceSpec, StepLag, parse, states
+from klamp.references.folders import folder_of, saved_steps
 from klamp.sampling.sampler import context_of, end_ids
-from klamp.train import anchors, checkpoint
+from klamp.train import checkpoint
 from klamp.train.config import TrainConfig
 from klamp.train.control import control_of
 from klamp.train.data import mix
@@ -35,7 +36,7 @@ from klamp.train.launch import make_accelerator
 from klamp.train.learner import Learner, Outcome
 from klamp.train.loop import _learner
 from klamp.train.preflight import preflight
-from klamp.train.runs import RunFolder, atomic_text
+from klamp.train.run_folder import RunFolder, atomic_text
 
 
 @dataclass(frozen=True)
@@ -97,12 +98,12 @@ class Worker:
 
     def _claim(self) -> None:
         """Refuse a folder of another base, adapter shape or seed; the base by the hash of its weights."""
-        base = anchors.AdapterOff(self.learner.policy, None, Base()).identity()["weights"]
+        base = states.AdapterOff(self.learner.policy, None, Base()).identity()["weights"]
         lora, file = self.place.lora, self.place.folder / "model.json"
         mine = {"base_model": self.place.base_model, "weights": base, "rank": lora.rank, "alpha": lora.alpha}
         mine |= {"targets": lora.targets, "seed": self.place.seed}
         if not file.is_file():
-            if anchors.saved_steps(self.place.folder):
+            if saved_steps(self.place.folder):
                 raise ConfigError(
                     f"{str(self.place.folder)!r} holds checkpoints of something else: model.json is missing. Choose "
                     "another name or path."
@@ -164,7 +165,7 @@ class Worker:
             except BaseException:
                 self._back()
                 raise
-            self._remember(step, checkpoint.folder_of(self.place.folder, step))
+            self._remember(step, folder_of(self.place.folder, step))
         self.completions.asked = 0
         return TrainResult(step, metrics, str(self.path), outcome.alarms, before or self.anchored)
 
@@ -196,7 +197,7 @@ class Worker:
         learner.control = control if self.anchored["reference"] == config.kl.reference else control.new_reference()
 
     def _check_current(self) -> None:
-        newest = max(anchors.saved_steps(self.place.folder), default=-1)
+        newest = max(saved_steps(self.place.folder), default=-1)
         if newest != self.step:
             raise KlampError(
                 f"the model in {str(self.place.folder)!r} is at step {newest} on disk and at step {self.step} here: "
@@ -218,7 +219,7 @@ class Worker:
         with self.folder.lock():
             config = self.folder.own_config() if self.step else TrainConfig(model=self.place.base_model)
             checkpoint.discard(self.place.folder, {self.step, *keep}, config)
-        return anchors.saved_steps(self.place.folder)
+        return saved_steps(self.place.folder)
 
     # -- the reference ----------------------------------------------------------------------------------------------
 
@@ -227,10 +228,10 @@ class Worker:
         text, again = str(spec), str(spec) == self.anchored["reference"]
         wanted = text + _stamp(spec)
         if self.held != wanted:
-            anchors.check_reference(spec, self.place.folder, self.place.base_model, full=False)
+            states.check_reference(spec, self.place.folder, self.place.base_model, full=False)
             self._release()
             with _randomness_untouched():  # an adapter is made with random weights before its own are loaded
-                self.learner.reference = anchors.anchor(
+                self.learner.reference = states.make_reference(
                     self.learner.policy, self.learner._forward, spec, self.place.folder
                 )
             self.held = wanted
@@ -250,7 +251,7 @@ class Worker:
         now = self.learner.reference.identity()
         if now != self.anchored:
             self._release()
-            raise anchors.ReferencePolicyError(
+            raise states.ReferencePolicyError(
                 f"the reference {now['reference']} has other weights than at step {self.step} ({now['weights']}, then "
                 f"{self.anchored['weights']}). A KL must be measured to the same reference: restore it, or give the "
                 "new one another path."
@@ -260,11 +261,11 @@ class Worker:
         """Unload a reference of its own weights; the base, which needs none, in its place."""
         policy = self.learner.policy
         model: Any = policy.model
-        self.learner.reference = anchors.AdapterOff(policy, self.learner._forward, Base())
+        self.learner.reference = states.AdapterOff(policy, self.learner._forward, Base())
         self.held = ""
-        if anchors.REFERENCE in model.peft_config:
-            with anchors._keeping_trainable(policy):
-                model.delete_adapter(anchors.REFERENCE)
+        if states.REFERENCE in model.peft_config:
+            with states._keeping_trainable(policy):
+                model.delete_adapter(states.REFERENCE)
 
 
 def _stamp(spec: ReferenceSpec) -> str:

@@ -16,10 +16,10 @@ import torch
 from klamp import models
 from klamp.errors import ConfigError
 from klamp.kernels import head_of
+from klamp.models.policy import Policy, ReferenceStates
+from klamp.references.folders import check_folder, is_plain, load_adapted
+from klamp.sampling.batch import Part
 from klamp.sampling.merged_model import ADAPTER
-from klamp.train.adapters import check_folder, is_plain, load_adapted
-from klamp.train.batch import Part
-from klamp.train.policy import Anchor, Policy
 
 REFERENCE = "klamp_reference"
 
@@ -30,7 +30,7 @@ class Pair:
 
     policy: Policy
     tokenizer: Any
-    reference: Callable[[Part], Anchor]
+    reference: Callable[[Part], ReferenceStates]
     shared: bool
     """Both live in one model's memory."""
     adapter_off: bool = False
@@ -42,10 +42,10 @@ class Pair:
         return next(self.policy.model.parameters()).device
 
     @torch.no_grad()
-    def policy_states(self, part: Part) -> Anchor:
+    def policy_states(self, part: Part) -> ReferenceStates:
         """The policy's states for a part."""
         with self.policy.without_adapter() if self.adapter_off else contextlib.nullcontext():
-            return self.policy.anchor(part)
+            return self.policy.as_reference(part)
 
 
 def load_pair(
@@ -88,7 +88,7 @@ def _switches(adapter: Path | None) -> bool:
     return is_plain(found) and not found.get("modules_to_save")
 
 
-def _other_adapter(main: Policy, adapter: Path | None) -> Callable[[Part], Anchor]:
+def _other_adapter(main: Policy, adapter: Path | None) -> Callable[[Part], ReferenceStates]:
     """The reference inside the policy's own model: its base, or its second adapter."""
     model: Any = main.model
     if adapter is not None:
@@ -97,17 +97,17 @@ def _other_adapter(main: Policy, adapter: Path | None) -> Callable[[Part], Ancho
         main.find_layers()
 
     @torch.no_grad()
-    def states(part: Part) -> Anchor:
+    def states(part: Part) -> ReferenceStates:
         with main.without_adapter() if adapter is None else main.with_adapter(REFERENCE):
-            return main.anchor(part)
+            return main.as_reference(part)
 
     return states
 
 
-def _itself(side: Policy) -> Callable[[Part], Anchor]:
+def _itself(side: Policy) -> Callable[[Part], ReferenceStates]:
     @torch.no_grad()
-    def states(part: Part) -> Anchor:
-        return side.anchor(part)
+    def states(part: Part) -> ReferenceStates:
+        return side.as_reference(part)
 
     return states
 

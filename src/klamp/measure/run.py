@@ -26,13 +26,13 @@ from klamp.measure.figures import Estimate, Figures, total
 from klamp.measure.pair import Pair, load_pair
 from klamp.measure.score import given, records, token_map
 from klamp.measure.sides import sides
+from klamp.sampling.batch import Rollout
 from klamp.sampling.sampler import Sampler, context_of, end_ids
 from klamp.sampling.server_sampler import ServedSampler
 from klamp.sampling.vllm_server import Request, Server
-from klamp.train.batch import Rollout
 from klamp.train.config import RolloutConfig
 from klamp.train.data import mix
-from klamp.train.runs import atomic_text, no_links_out, read_jsonl
+from klamp.train.run_folder import atomic_text, no_links_out, read_jsonl
 
 GO_ON = "run the same command again to go on where it stopped"
 MAPPED = 6

@@ -16,8 +16,8 @@ from klamp.chat import Prompt, as_text
 from klamp.kernels import TokenStats
 from klamp.masked import select
 from klamp.measure.pair import Pair
-from klamp.train.batch import Part, Rollout, collate, part
-from klamp.train.policy import Anchor, score
+from klamp.models.policy import ReferenceStates, score
+from klamp.sampling.batch import Part, Rollout, collate, part
 
 TOP_TOKENS = 5
 """Tokens of a prompt that compete for the list of those that drifted most."""
@@ -25,7 +25,7 @@ CONTEXT = 8
 """Tokens of context shown before a listed token."""
 
 
-def both_ways(pair: Pair, piece: Part) -> tuple[TokenStats, TokenStats, Anchor]:
+def both_ways(pair: Pair, piece: Part) -> tuple[TokenStats, TokenStats, ReferenceStates]:
     """Statistics with the policy first (KL(P‖R)) and with the reference first (KL(R‖P)), and the policy's states."""
     ours, theirs = pair.policy_states(piece), pair.reference(piece)
     temperature = pair.policy.temperature
@@ -34,7 +34,7 @@ def both_ways(pair: Pair, piece: Part) -> tuple[TokenStats, TokenStats, Anchor]:
     return there, back, ours
 
 
-def noise_floor(pair: Pair, rollout: Rollout, ours: Anchor, piece: Part) -> Tensor:
+def noise_floor(pair: Pair, rollout: Rollout, ours: ReferenceStates, piece: Part) -> Tensor:
     """KL of the policy against itself, [n, c], in other batches and another order: what rounding alone reads as."""
     order = torch.arange(len(rollout) - 1, -1, -1, device=pair.device)
     states = torch.zeros_like(ours.states)
@@ -152,7 +152,7 @@ def token_map(pair: Pair, rollout: Rollout, row: int, alternatives: int = 4) -> 
     ]
 
 
-def _likeliest(pair: Pair, anchor: Anchor, count: int) -> list[list[tuple[str, float]]]:
+def _likeliest(pair: Pair, anchor: ReferenceStates, count: int) -> list[list[tuple[str, float]]]:
     """The likeliest next tokens at each position, with their probabilities."""
     states = anchor.states[0]
     if anchor.head is not None:

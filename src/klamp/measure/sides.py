@@ -13,11 +13,10 @@ from pathlib import Path
 from klamp import models
 from klamp.chat import Prompt
 from klamp.errors import ConfigError, shown
+from klamp.references.folders import folder_of, saved_steps
 from klamp.train import data
-from klamp.train.anchors import saved_steps
-from klamp.train.checkpoint import folder_of
 from klamp.train.config import TrainConfig
-from klamp.train.settings import from_yaml
+from klamp.train.config_io import from_yaml
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def _base(policy: str, run: TrainConfig | None) -> str:
     if run is not None:
         return run.model
     if models.is_adapter(policy):
-        from klamp.train.adapters import check_folder
+        from klamp.references.folders import check_folder
 
         base = check_folder(Path(policy), f"adapter {policy!r}").get("base_model_name_or_path")
         if base:

@@ -18,7 +18,7 @@ from klamp.report.view import View, make_arm
 from klamp.results import records, tables, verdict
 from klamp.results.figures import ORACLE, Comparison
 from klamp.results.records import Record
-from klamp.train.runs import atomic_text
+from klamp.train.run_folder import atomic_text
 
 METRICS = "metrics.jsonl"
 PLACES = ("*", "*/seed-*", "runs/*", "runs/*/seed-*")

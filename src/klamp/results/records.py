@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from klamp import jsonl
 from klamp.errors import ConfigError
-from klamp.train.runs import RunFolder
-from klamp.train.settings import load_yaml
+from klamp.train.config_io import load_yaml
+from klamp.train.run_folder import RunFolder
 
 KEYS = (
     "reward/mean",

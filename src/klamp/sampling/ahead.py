@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 
-from klamp.sampling.rollout import Rollout
+from klamp.sampling.batch import Rollout
 
 LOOK = 0.2
 """Seconds between two looks at whether the run was asked to stop while it waits for a server."""

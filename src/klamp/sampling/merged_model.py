@@ -15,13 +15,13 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from klamp.distributed import settle, whole
 from klamp.errors import ConfigError
 from klamp.kernels import backend
 from klamp.sampling.decoder_layers import step_layers
 from klamp.sampling.families import check_sampled, is_fast
 from klamp.sampling.fast_modules import lean_decoding, lora_layers
 from klamp.sampling.probe import check_decoding
-from klamp.sharded import settle, whole
 
 ADAPTER = "default"
 """Name of the trained adapter inside the peft model."""

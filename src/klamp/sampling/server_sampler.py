@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from klamp.distributed import gathered, settle
 from klamp.errors import ConfigError
-from klamp.sampling.rollout import Rollout
+from klamp.sampling.batch import Rollout
 from klamp.sampling.vllm_server import Adapters, Completion, Refused, Request, SamplerError, Server
-from klamp.sharded import gathered, settle
 
 if TYPE_CHECKING:
+    from klamp.models.policy import Policy
     from klamp.train.config import RolloutConfig
-    from klamp.train.policy import Policy
 
 SAME_BASE = 0.1
 """Mean |Δ log-prob| in nats up to which two engines hold the same weights: rounding makes 0.01 to 0.05 in bf16."""

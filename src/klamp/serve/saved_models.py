@@ -10,10 +10,10 @@ from typing import Any
 from klamp import models
 from klamp.chat import Encoder
 from klamp.errors import ConfigError
+from klamp.references.folders import saved_steps
 from klamp.sampling.families import check_sampled
 from klamp.sampling.sampler import context_of, end_ids
 from klamp.serve.engine import STEPS_IN_MEMORY, Model, split_step
-from klamp.train.anchors import saved_steps
 
 
 class SavedModels:

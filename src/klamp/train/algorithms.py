@@ -17,7 +17,7 @@ from klamp.kernels import TokenStats
 from klamp.masked import select, sum_count
 from klamp.objectives import gae, group_advantages, whiten
 from klamp.placements import in_reward
-from klamp.train.batch import Part, Rollout
+from klamp.sampling.batch import Part, Rollout
 from klamp.train.config import KLConfig, TrainConfig
 from klamp.train.rewards import Scored
 

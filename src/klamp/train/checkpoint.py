@@ -27,17 +27,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from klamp import models
+from klamp.distributed import digest, put
 from klamp.errors import ConfigError, KlampError, shown, writing
 from klamp.references import CheckpointStep, StepLag, parse
+from klamp.references.folders import folder_of, saved_steps
+from klamp.references.states import ReferencePolicyError
 from klamp.sampling.merged_model import ADAPTER
-from klamp.sharded import digest, put
-from klamp.train.anchors import ReferencePolicyError, saved_steps
 from klamp.train.config import TrainConfig
 from klamp.train.contents import Contents, collect, not_finite, restore_moments
 from klamp.train.data import mix
 from klamp.train.learner import Learner
 from klamp.train.model_card import model_card
-from klamp.train.runs import GO_ON, RunFolder, sync_folder
+from klamp.train.run_folder import GO_ON, RunFolder, sync_folder
 
 FORMAT = "klamp-checkpoint/1"
 NOT_OURS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, SafetensorError)
@@ -46,11 +47,6 @@ NOT_OURS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError,
 
 class CheckpointError(KlampError, RuntimeError):
     """A checkpoint is damaged or does not fit the run."""
-
-
-def folder_of(run: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
-    return run / "checkpoints" / f"step-{step:06d}"
 
 
 @dataclass(frozen=True)

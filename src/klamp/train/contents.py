@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klamp.sharded import gathered, share, whole
+from klamp.distributed import gathered, share, whole
 from klamp.train.learner import Learner
 
 

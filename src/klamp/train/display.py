@@ -13,7 +13,7 @@ from typing import Any
 
 from klamp.monitor import Alarm
 from klamp.train.config import TrainConfig
-from klamp.train.figures import BAND
+from klamp.train.metrics import BAND
 
 RECENT = 5
 """Steps whose mean a KL below its band must exceed to be on its way there: one step alone is noise."""

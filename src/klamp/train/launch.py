@@ -13,9 +13,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import nn
 
 from klamp.errors import ConfigError, unknown
 from klamp.models import known_device
+from klamp.models.lora import add_lora, left_out_by_lora
+from klamp.models.policy import Policy, recompute
+from klamp.sampling.families import check_sampled
 from klamp.train.config import TrainConfig
 
 
@@ -170,3 +174,31 @@ def _shard_on_cpu(accelerator: Any) -> None:
 
 def _asked(environment: Mapping[str, str], name: str) -> bool:
     return environment.get(name, "false").lower() in ("true", "1", "yes")
+
+
+def build_policy(model: nn.Module, config: TrainConfig) -> Policy:
+    """The policy for ``config`` around a loaded model: LoRA unless ``full``."""
+    check_sampled(model)
+    if config.optim.checkpointing:
+        recompute(model)
+    if not config.full:
+        model = add_lora(model, rank=config.lora.rank, alpha=config.lora.alpha, targets=config.lora.targets)
+    else:
+        for p in model.parameters():
+            p.requires_grad_(True)
+    policy = Policy(
+        model,
+        value_head=config.algorithm.name == "ppo",
+        temperature=config.rollout.temperature,
+        lora=not config.full,
+    )
+    if not config.full and config.lora.targets == "all-linear":
+        policy.note = left_out_by_lora(model)
+    return policy
+
+
+def shard_like_policy(accelerator: Any, module: nn.Module) -> None:
+    """Spread ``module`` over the processes by FSDP2, as the policy is."""
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    fsdp2_prepare_model(accelerator, module)

@@ -10,6 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +21,29 @@ from klamp import estimators as e
 from klamp import trust
 from klamp.clamp import lora_scaler, snapshot, weights_scaler
 from klamp.control import Control
+from klamp.distributed import settle, whole
 from klamp.errors import KlampError
 from klamp.kernels import TokenStats
 from klamp.masked import select, sum_count
+from klamp.models.policy import Policy, ReferenceStates
 from klamp.monitor import Alarm
 from klamp.objectives import value_loss
 from klamp.references import parse
+from klamp.references.cache import ReferenceCache
+from klamp.references.states import AdapterOff, Reference, make_reference
+from klamp.sampling.batch import Part, Rollout, parts
 from klamp.sampling.merged_model import ADAPTER, MergedModel
-from klamp.sharded import settle, whole
 from klamp.train.algorithms import Look, Prepared, needs_look, prepare
-from klamp.train.anchors import AdapterOff, Reference, anchor
-from klamp.train.batch import Part, Rollout, parts
 from klamp.train.config import TrainConfig
 from klamp.train.control import control_of, warn_near_floor
 from klamp.train.data import mix
-from klamp.train.figures import band, clamp_metrics, reward_metrics, sampler_gap
 from klamp.train.floor import measure_floor, reads_rounding
+from klamp.train.launch import shard_like_policy
+from klamp.train.metrics import Tally, Totals, band, clamp_metrics, reward_metrics, sampler_gap
 from klamp.train.optim import adamw, share_of_rate
-from klamp.train.policy import Anchor, Policy
 from klamp.train.pricing import gradient_of, policy_term
 from klamp.train.reading import Reading, Sums, moments, relative_error
-from klamp.train.recall import Recall
 from klamp.train.rewards import Scored
-from klamp.train.tally import Tally, Totals
 
 PER_TOKEN = ("kl/ref/exact", "kl/ref/k1", "kl/ref/k3", "kl/sampler/k1", "kl/sampler/k3", "rollout/gap")
 """Means over the counted tokens that every step logs."""
@@ -82,10 +83,12 @@ class Learner:
         spec = parse(config.kl.reference)
         # Before the launcher wraps the model: an adapter of the reference's is sharded along with it.
         trust, on_cpu = config.trust_remote_code, config.kl.reference_on_cpu
-        self.reference: Reference = anchor(policy, self._forward, spec, run, on_cpu=on_cpu, trust_remote_code=trust)
+        self.reference: Reference = make_reference(
+            policy, self._forward, spec, run, on_cpu=on_cpu, trust_remote_code=trust
+        )
         self.module, self.optimizer = accelerator.prepare(policy, adamw(policy, config.optim))
         if self.sharded:
-            self.reference.shard(accelerator)
+            self.reference.shard(partial(shard_like_policy, accelerator))
         self.device = next(policy.model.parameters()).device
         self.trained = list(policy.trainable().values())
         self.scale_lora: Callable[[float], None] | None = None
@@ -174,7 +177,7 @@ class Learner:
         metrics |= {"kl/steered": kl, "kl/beta": control.beta, **band(kl, self.config.kl.target)}
         return metrics | {"kl/noise": relative_error(sums), "kl/floor": control.state.floor}
 
-    def _floor(self, rollout: Rollout, prepared: Prepared, anchors: Callable[[Part], Anchor]) -> float:
+    def _floor(self, rollout: Rollout, prepared: Prepared, anchors: Callable[[Part], ReferenceStates]) -> float:
         """What rounding makes of KL, in the unit of the target; 0 where nothing rounds or weights are in shards."""
         split = self.sharded or self.accelerator.distributed_type == "DEEPSPEED"
         if split or not reads_rounding(self.policy.model, autocast=self.rounds):
@@ -186,7 +189,7 @@ class Learner:
 
         return measure_floor(self.policy.model, measure, self.config.seed)
 
-    def _first_price(self, rollout: Rollout, prepared: Prepared, anchors: Callable[[Part], Anchor]) -> Control:
+    def _first_price(self, rollout: Rollout, prepared: Prepared, anchors: Callable[[Part], ReferenceStates]) -> Control:
         """The control with its first price, from the first batch; every process has the same numbers."""
         floor = self._floor(rollout, prepared, anchors)
         warn_near_floor(self.config.kl, floor)
@@ -203,7 +206,7 @@ class Learner:
         step: int,
         rollout: Rollout,
         prepared: Prepared,
-        anchors: Callable[[Part], Anchor],
+        anchors: Callable[[Part], ReferenceStates],
         tally: Tally,
         beta: float,
     ) -> Look:
@@ -230,7 +233,12 @@ class Learner:
         return met
 
     def loss_of(
-        self, rollout: Rollout, rows: Tensor, prepared: Prepared, anchors: Callable[[Part], Anchor], beta: float
+        self,
+        rollout: Rollout,
+        rows: Tensor,
+        prepared: Prepared,
+        anchors: Callable[[Part], ReferenceStates],
+        beta: float,
     ) -> Tensor:
         """The loss of some rows as the update computes it at ``beta``, with its graph; for preflight and tests."""
         count = float(prepared.counted[rows].sum().clamp(min=1))
@@ -238,7 +246,13 @@ class Learner:
         return torch.stack([self._loss(p, prepared, anchors(p), count, beta, None)[0] for p in pieces]).sum()
 
     def _loss(
-        self, piece: Part, prepared: Prepared, reference: Anchor, count: float, beta: float, tally: Tally | None
+        self,
+        piece: Part,
+        prepared: Prepared,
+        reference: ReferenceStates,
+        count: float,
+        beta: float,
+        tally: Tally | None,
     ) -> tuple[Tensor, TokenStats]:
         """``Σ (policy + price + value) / count`` over the counted tokens of a part."""
         counted = piece.of(prepared.counted)
@@ -290,7 +304,7 @@ class Learner:
     # -- measuring --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _look(self, rollout: Rollout, anchors: Callable[[Part], Anchor]) -> Look:
+    def _look(self, rollout: Rollout, anchors: Callable[[Part], ReferenceStates]) -> Look:
         """Log-probs (and values) of the whole batch before the update."""
         seen = Look.empty(rollout, values=self.policy.value is not None)
         for piece in parts(rollout, torch.arange(len(rollout), device=self.device), self.config.optim.micro_batch):
@@ -303,7 +317,12 @@ class Learner:
         return seen
 
     def _reading(
-        self, rollout: Rollout, prepared: Prepared, anchors: Callable[[Part], Anchor], seen: Look, sequences: int
+        self,
+        rollout: Rollout,
+        prepared: Prepared,
+        anchors: Callable[[Part], ReferenceStates],
+        seen: Look,
+        sequences: int,
     ) -> Reading:
         """KL on the step's own tokens after the update, in the unit of the target; ``seen`` is what it was before."""
         stride = max(1, round(1 / self.config.kl.clamp_share))
@@ -319,7 +338,7 @@ class Learner:
 
     @torch.no_grad()
     def _measured(
-        self, rollout: Rollout, rows: Tensor, prepared: Prepared, anchors: Callable[[Part], Anchor]
+        self, rollout: Rollout, rows: Tensor, prepared: Prepared, anchors: Callable[[Part], ReferenceStates]
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Exact KL of the tokens of some rows under the policy as it is now, and which of them count."""
         for piece in parts(rollout, rows, self.config.optim.micro_batch) if len(rows) else ():
@@ -337,10 +356,10 @@ class Learner:
             tally.add("kl", *sum_count(kl, counted, per=self.config.kl.per or "token"))
         return Sums(*tally.totals().pairs["kl"])
 
-    def _anchors(self, rollout: Rollout) -> Callable[[Part], Anchor]:
+    def _anchors(self, rollout: Rollout) -> Callable[[Part], ReferenceStates]:
         """The reference's states of any part of the rollout."""
 
-        def fresh(piece: Part) -> Anchor:
+        def fresh(piece: Part) -> ReferenceStates:
             with self._autocast():
                 return self.reference.states(piece)
 
@@ -348,7 +367,7 @@ class Learner:
             # A sharded reference is computed by all processes together, so they keep its states or none does.
             return bool(self.reduce(torch.tensor(float(mine))) > 0) if self.sharded else mine
 
-        return Recall(fresh, rollout, self.config.optim.micro_batch, agree)
+        return ReferenceCache(fresh, rollout, self.config.optim.micro_batch, agree)
 
     def _tally_kl(self, rollout: Rollout, prepared: Prepared, seen: Look, tally: Tally) -> None:
         counted = prepared.counted

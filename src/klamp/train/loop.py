@@ -23,20 +23,19 @@ from klamp import models
 from klamp.chat import as_text
 from klamp.errors import ConfigError, KlampError
 from klamp.references import parse
+from klamp.references.states import check_reference
 from klamp.sampling.ahead import Ahead
+from klamp.sampling.batch import Rollout
 from klamp.sampling.sampler import context_of
 from klamp.sampling.server_sampler import ServerSampler
 from klamp.train import checkpoint, data
-from klamp.train.anchors import check_reference
-from klamp.train.batch import Rollout
 from klamp.train.config import TrainConfig
 from klamp.train.display import Display, opening
-from klamp.train.launch import check_tracker, make_accelerator
+from klamp.train.launch import build_policy, check_tracker, make_accelerator
 from klamp.train.learner import Learner, Outcome, TrainingError
-from klamp.train.policy import build
 from klamp.train.preflight import preflight
 from klamp.train.rewards import RewardFunction, Scorer
-from klamp.train.runs import Changes, RunFolder
+from klamp.train.run_folder import Changes, RunFolder
 from klamp.train.samplers import make_sampler
 
 
@@ -387,7 +386,7 @@ def _learner(config: TrainConfig, accelerator: Any) -> Learner:
     wide = config.dtype == "float32" or (config.dtype == "auto" and device.type == "cpu") or config.full
     dtype = torch.float32 if wide else torch.bfloat16
     model = models.load_model(config.model, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code)
-    return Learner(config, build(model, config), accelerator, Path(config.run))
+    return Learner(config, build_policy(model, config), accelerator, Path(config.run))
 
 
 def _check_processes(config: TrainConfig, processes: int) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from klamp.models.policy import Policy
 from klamp.train.config import OptimConfig
-from klamp.train.policy import Policy
 
 
 def adamw(policy: Policy, optim: OptimConfig) -> torch.optim.AdamW:

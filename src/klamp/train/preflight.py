@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from klamp.clamp import snapshot
+from klamp.distributed import share, whole
 from klamp.errors import KlampError
 from klamp.masked import sum_count
+from klamp.models.lora import has_experts
 from klamp.references import Base, CheckpointStep, Ema, Periodic, StepLag
-from klamp.sharded import share, whole
+from klamp.sampling.batch import Rollout, part
 from klamp.train.algorithms import needs_look, prepare
-from klamp.train.batch import Rollout, part
 from klamp.train.data import mix
 from klamp.train.learner import Learner
-from klamp.train.policy import has_experts
 from klamp.train.rewards import Scored
 
 ROWS = 8

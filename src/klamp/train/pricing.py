@@ -13,8 +13,8 @@ from klamp.kernels import TokenStats
 from klamp.masked import select
 from klamp.objectives import policy_loss, to_go
 from klamp.placements import in_advantage, in_loss, sequence_exact
+from klamp.sampling.batch import Part
 from klamp.train.algorithms import Prepared, estimate
-from klamp.train.batch import Part
 from klamp.train.config import TrainConfig
 from klamp.train.correction import Corrected, correct
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from klamp.masked import Unit, select
-from klamp.train.tally import Totals
+from klamp.train.metrics import Totals
 
 SPARSE = 4
 """The share is one sequence in this many: two of a group of eight."""

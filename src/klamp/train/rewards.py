@@ -23,8 +23,8 @@ from torch import Tensor
 from klamp import models
 from klamp.chat import Prompt, as_text
 from klamp.errors import ConfigError, KlampError, require_number, shown, unknown
-from klamp.functions import imported
 from klamp.train.config import RewardConfig
+from klamp.user_functions import imported
 
 RewardFunction = Callable[..., Sequence[float]]
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from klamp.errors import ConfigError
-from klamp.sampling.rollout import Rollout
+from klamp.sampling.batch import Rollout
 from klamp.sampling.sampler import Sampler as BuiltinSampler
 from klamp.sampling.sampler import end_ids
 from klamp.sampling.server_sampler import ServerSampler

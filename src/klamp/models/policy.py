@@ -16,13 +16,11 @@ from torch import Tensor, nn
 
 from klamp.errors import ConfigError
 from klamp.kernels import HeadSpec, TokenStats, head_of, token_stats, token_stats_from_logits
+from klamp.models import fast_layers
+from klamp.sampling.batch import Part
 from klamp.sampling.caches import accepted, positions_of
-from klamp.sampling.families import check_sampled
 from klamp.sampling.fast_modules import lean_norms, lora_layers
 from klamp.sampling.merged_model import ADAPTER
-from klamp.train import lean
-from klamp.train.batch import Part
-from klamp.train.config import TrainConfig
 
 
 class States(NamedTuple):
@@ -34,7 +32,7 @@ class States(NamedTuple):
     """[n, c] PPO's value of the state before each token."""
 
 
-class Anchor(NamedTuple):
+class ReferenceStates(NamedTuple):
     """The reference's states for a part, and the head they go through."""
 
     states: Tensor
@@ -70,7 +68,7 @@ class Policy(nn.Module):
     def find_layers(self) -> None:
         """Look for LoRA layers again: an adapter that is loaded later may bring some."""
         if self.lora:
-            lean.lean_lora(self.model)
+            fast_layers.lean_lora(self.model)
             self.layers = lora_layers(self.model)
         if next(self.model.parameters()).device.type == "cuda":  # a CPU gains nothing, and its runs stay as recorded
             lean_norms(self.model)
@@ -101,13 +99,17 @@ class Policy(nn.Module):
             return States(hidden)
         return States(hidden, self.value(last.float()).squeeze(-1))
 
-    def anchor(self, part: Part) -> Anchor:
+    def as_reference(self, part: Part) -> ReferenceStates:
         """This model's states as another's reference: with its own head, or as logits."""
         head = self.head
-        return Anchor(self(part).hidden, head, logits=head is None)
+        return ReferenceStates(self(part).hidden, head, logits=head is None)
 
     def stats(
-        self, part: Part, states: Tensor, reference: Anchor | None, gradient_of: tuple[str, ...] = ("logp", "kl")
+        self,
+        part: Part,
+        states: Tensor,
+        reference: ReferenceStates | None,
+        gradient_of: tuple[str, ...] = ("logp", "kl"),
     ) -> TokenStats:
         """Log-probs, exact KL and entropy of the tokens of ``part`` at the sampling temperature.
 
@@ -119,15 +121,15 @@ class Policy(nn.Module):
     def without_adapter(self) -> Iterator[None]:
         """The base model: LoRA switched off, on again afterwards whatever happens."""
         model: Any = self.model
-        with lean.adapter(self.layers, None) if lean.only_lora(model) else model.disable_adapter():
+        with fast_layers.adapter(self.layers, None) if fast_layers.only_lora(model) else model.disable_adapter():
             yield
 
     @contextlib.contextmanager
     def with_adapter(self, name: str) -> Iterator[None]:
         """Another adapter of the same base in place of the trained one."""
         model: Any = self.model
-        if lean.only_lora(model):
-            with lean.adapter(self.layers, name):
+        if fast_layers.only_lora(model):
+            with fast_layers.adapter(self.layers, name):
                 yield
             return
         trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -163,7 +165,7 @@ def score(
     head: HeadSpec | None,
     states: Tensor,
     part: Part,
-    reference: Anchor | None,
+    reference: ReferenceStates | None,
     temperature: float,
     gradient_of: tuple[str, ...] = ("logp", "kl"),
 ) -> TokenStats:
@@ -220,27 +222,6 @@ def inner_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
-def build(model: nn.Module, config: TrainConfig) -> Policy:
-    """The policy for ``config`` around a loaded model: LoRA unless ``full``."""
-    check_sampled(model)
-    if config.optim.checkpointing:
-        recompute(model)
-    if not config.full:
-        model = add_lora(model, config)
-    else:
-        for p in model.parameters():
-            p.requires_grad_(True)
-    policy = Policy(
-        model,
-        value_head=config.algorithm.name == "ppo",
-        temperature=config.rollout.temperature,
-        lora=not config.full,
-    )
-    if not config.full and config.lora.targets == "all-linear":
-        policy.note = _left_out(model)
-    return policy
-
-
 def recompute(model: Any) -> None:
     """Gradient checkpointing: what is inside a layer is computed again on the way back, so that it need not be kept."""
     if not getattr(model, "supports_gradient_checkpointing", False):
@@ -250,73 +231,3 @@ def recompute(model: Any) -> None:
         # transformers asks whether the layer trains. Its children stay in evaluation: no noise, no dropout.
         if getattr(module, "gradient_checkpointing", False):
             module.training = True
-
-
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
-"""What configurations call the number of a layer's experts."""
-MIXERS = ("attn", "attention", "mixer", "mamba", "conv")
-"""Parts of the names of modules that mix tokens: attention, and what takes its place."""
-
-
-def has_experts(config: Any) -> bool:
-    """Whether the model is a mixture of experts."""
-    text = config.get_text_config()
-    return any(isinstance(n := getattr(text, name, None), int) and n > 1 for name in EXPERTS)
-
-
-def lora_targets(model: nn.Module, given: str) -> Any:
-    """The modules that get an adapter: the names given, or all linear maps, with experts those of attention alone.
-
-    The experts' weights are one tensor a layer and each sees few tokens; routers decide which. Both stay as they are.
-    """
-    if given != "all-linear":
-        return [t.strip() for t in given.split(",") if t.strip()]
-    head, experts = model.get_output_embeddings(), has_experts(model.config)  # type: ignore[operator]
-    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
-    # Mamba's fused kernels read the weight of out_proj and would pass by its adapter.
-    fused = {n for n in linear if n.endswith(".out_proj") and _state_space(model.get_submodule(n.rpartition(".")[0]))}
-    if not experts and not fused:
-        return given
-    mixing = {n for n in linear if any(part in piece for piece in n.split(".")[:-1] for part in MIXERS)}
-    chosen = (mixing if experts and mixing else set(linear)) - fused
-    return sorted(chosen)
-
-
-def _left_out(model: nn.Module) -> str:
-    """Which linear maps an adapter on all of them is on, where that is not all: a mixture of experts, Mamba."""
-    adapted: Any = model
-    settings = adapted.peft_config[ADAPTER]
-    if settings.target_modules == "all-linear" or not has_experts(adapted.config):
-        return ""
-    names = sorted({name.rpartition(".")[2] for name in adapted.targeted_module_names})
-    return (
-        f"a mixture of experts: LoRA is on {', '.join(names)}; experts and routers stay as they are. "
-        "lora.targets chooses other layers."
-    )
-
-
-def _state_space(module: nn.Module) -> bool:
-    """Whether a module is Mamba's mixer, by the names of its parameters."""
-    return hasattr(module, "A_log") and hasattr(module, "D")
-
-
-def add_lora(model: nn.Module, config: TrainConfig) -> nn.Module:
-    """A LoRA adapter without dropout on the chosen layers, in float32 whatever the base is."""
-    from peft import LoraConfig, TaskType, get_peft_model
-
-    if hasattr(model, "peft_config"):
-        raise ConfigError("the model already has an adapter. Name its base as model and the adapter as kl.reference.")
-    targets = lora_targets(model, config.lora.targets)
-    settings = LoraConfig(
-        task_type=TaskType.CAUSAL_LM,
-        r=config.lora.rank,
-        lora_alpha=config.lora.alpha,  # type: ignore[arg-type]
-        lora_dropout=0.0,
-        target_modules=targets,
-        bias="none",
-        fan_in_fan_out=any(type(m).__name__ == "Conv1D" for m in model.modules()),  # GPT-2 keeps its weights transposed
-    )
-    try:
-        return get_peft_model(model, settings, adapter_name=ADAPTER)
-    except ValueError as error:
-        raise ConfigError(f"lora.targets {config.lora.targets!r} does not fit this model: {error}") from None

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from klamp.distributed import digest, put, settle
 from klamp.errors import ConfigError, KlampError
 from klamp.kernels import head_of
+from klamp.models.policy import Policy, ReferenceStates
 from klamp.references import AdapterPath, Base, CheckpointStep, Ema, FrozenModel, Periodic, ReferenceSpec, StepLag
+from klamp.references.folders import check_adapter, check_folder, is_plain, load_adapted, newest_before, step_folder
+from klamp.sampling.batch import Part
 from klamp.sampling.merged_model import ADAPTER
-from klamp.sharded import digest, put, settle
-from klamp.train.adapters import check_adapter, check_folder, is_plain, load_adapted
-from klamp.train.batch import Part
-from klamp.train.policy import Anchor, Policy
 
 REFERENCE = "klamp_reference"
 """Name of the reference's adapter inside the peft model; never saved."""
@@ -37,7 +37,7 @@ class Reference(Protocol):
 
     spec: ReferenceSpec
 
-    def states(self, part: Part) -> Anchor:
+    def states(self, part: Part) -> ReferenceStates:
         """The reference's states for a part, without gradient."""
         ...
 
@@ -61,8 +61,8 @@ class Reference(Protocol):
         """Continue at ``step`` with :meth:`tensors`."""
         ...
 
-    def shard(self, accelerator: Any) -> None:
-        """Spread its own weights over the processes as the policy's are, or refuse."""
+    def shard(self, prepare: Callable[[nn.Module], object]) -> None:
+        """Spread its own weights over the processes as the policy's are, by ``prepare``, or refuse."""
         ...
 
 
@@ -74,9 +74,9 @@ class AdapterOff:
         self.hashed: tuple[tuple[int, ...], str] = ((), "")
 
     @torch.no_grad()
-    def states(self, part: Part) -> Anchor:
+    def states(self, part: Part) -> ReferenceStates:
         with self.policy.without_adapter():
-            return Anchor(self.forward(part).hidden)
+            return ReferenceStates(self.forward(part).hidden)
 
     def origin(self) -> Mapping[str, Tensor] | None:
         return None
@@ -98,7 +98,7 @@ class AdapterOff:
     def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
         pass
 
-    def shard(self, accelerator: Any) -> None:
+    def shard(self, prepare: Callable[[nn.Module], object]) -> None:
         pass  # it is the policy's own model
 
 
@@ -121,11 +121,11 @@ class SecondAdapter:
             self._copy_policy()
 
     @torch.no_grad()
-    def states(self, part: Part) -> Anchor:
+    def states(self, part: Part) -> ReferenceStates:
         if self.loaded is None and not self.follows:
             return self.base.states(part)
         with self.policy.with_adapter(REFERENCE):
-            return Anchor(self.forward(part).hidden)
+            return ReferenceStates(self.forward(part).hidden)
 
     def origin(self) -> Mapping[str, Tensor] | None:
         return None
@@ -160,7 +160,7 @@ class SecondAdapter:
             for name, value in tensors.items():
                 put(own[name], value)
 
-    def shard(self, accelerator: Any) -> None:
+    def shard(self, prepare: Callable[[nn.Module], object]) -> None:
         if isinstance(self.spec, StepLag):
             raise ConfigError(
                 f"kl.reference {self.spec} loads another adapter as it goes, which a model sharded by FSDP2 cannot "
@@ -217,10 +217,10 @@ class SecondModel:
             self._load_step(step_folder(run, spec.step))
 
     @torch.no_grad()
-    def states(self, part: Part) -> Anchor:
+    def states(self, part: Part) -> ReferenceStates:
         if self.on_cpu:
             self.side.to(self.device)
-        return self.side.anchor(part)
+        return self.side.as_reference(part)
 
     def origin(self) -> Mapping[str, Tensor] | None:
         fixed = isinstance(self.spec, Base) or (isinstance(self.spec, CheckpointStep) and self.spec.step == 0)
@@ -258,16 +258,14 @@ class SecondModel:
         for name, value in tensors.items():
             put(own[name], value)
 
-    def shard(self, accelerator: Any) -> None:
+    def shard(self, prepare: Callable[[nn.Module], object]) -> None:
         if self.on_cpu:
             raise ConfigError(
                 "kl.reference_on_cpu moves a whole model in and out, which FSDP2 does not allow. Leave it off: under "
                 "FSDP2 the reference is sharded like the policy."
             )
         self.side.sharded = True
-        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-
-        fsdp2_prepare_model(accelerator, self.side)
+        prepare(self.side)
         self.weights = dict(self.side.model.named_parameters())
 
     def _follow_checkpoints(self, step: int) -> bool:
@@ -293,7 +291,7 @@ class SecondModel:
             yield p, theirs[name]
 
 
-def anchor(
+def make_reference(
     policy: Policy,
     forward: Any,
     spec: ReferenceSpec,
@@ -383,24 +381,3 @@ def _keeping_trainable(policy: Policy) -> Iterator[None]:
     finally:
         for n, p in policy.model.named_parameters():
             p.requires_grad_(before.get(n, False))
-
-
-def step_folder(run: Path, step: int) -> Path:
-    """The checkpoint folder of a step, or the error that lists those there are."""
-    folder = run / "checkpoints" / f"step-{step:06d}"
-    if not folder.is_dir():
-        there = ", ".join(str(s) for s in saved_steps(run)) or "none"
-        raise ConfigError(f"kl.reference step:{step} is not saved in {str(run)!r}. Saved steps: {there}.")
-    return folder
-
-
-def saved_steps(run: Path) -> list[int]:
-    """Steps with a checkpoint folder, oldest first."""
-    folders = (run / "checkpoints").glob("step-*") if (run / "checkpoints").is_dir() else []
-    return sorted(int(f.name[5:]) for f in folders if f.name[5:].isdigit())
-
-
-def newest_before(run: Path, step: int) -> Path | None:
-    """The newest checkpoint at or before ``step``; None when that is the base."""
-    found = [s for s in saved_steps(run) if 0 < s <= step]
-    return run / "checkpoints" / f"step-{found[-1]:06d}" if found else None

@@ -1,7 +1,7 @@
 """What the policy is held to, as one typed value: ``reference=CheckpointStep(40)``, not four flags.
 
 A reference has a short text (``step:40``) for the command line, YAML and checkpoints; :func:`parse` reads it. How a
-reference is computed is the business of :mod:`klamp.train.anchors`.
+reference is computed is the business of :mod:`klamp.references.states`.
 """
 
 from __future__ import annotations

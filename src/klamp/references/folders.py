@@ -1,4 +1,7 @@
-"""Folders of LoRA adapters, looked at before anything in them is loaded: safetensors, LoRA, the right base."""
+"""Folders that a reference is read from: the saved steps of a run, and LoRA adapters.
+
+An adapter is looked at before anything in it is loaded: safetensors, LoRA, the right base.
+"""
 
 from __future__ import annotations
 
@@ -83,3 +86,29 @@ def _beside(folder: Path) -> str:
     except (OSError, ValueError):
         return ""
     return f" Adapters in {str(folder.parent)!r}: {', '.join(beside)}." if beside else ""
+
+
+def folder_of(run: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return run / "checkpoints" / f"step-{step:06d}"
+
+
+def step_folder(run: Path, step: int) -> Path:
+    """The checkpoint folder of a step, or the error that lists those there are."""
+    folder = folder_of(run, step)
+    if not folder.is_dir():
+        there = ", ".join(str(s) for s in saved_steps(run)) or "none"
+        raise ConfigError(f"kl.reference step:{step} is not saved in {str(run)!r}. Saved steps: {there}.")
+    return folder
+
+
+def saved_steps(run: Path) -> list[int]:
+    """Steps with a checkpoint folder, oldest first."""
+    folders = (run / "checkpoints").glob("step-*") if (run / "checkpoints").is_dir() else []
+    return sorted(int(f.name[5:]) for f in folders if f.name[5:].isdigit())
+
+
+def newest_before(run: Path, step: int) -> Path | None:
+    """The newest checkpoint at or before ``step``; None when that is the base."""
+    found = [s for s in saved_steps(run) if 0 < s <= step]
+    return folder_of(run, found[-1]) if found else None

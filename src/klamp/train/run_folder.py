@@ -21,7 +21,7 @@ from klamp import jsonl
 from klamp.errors import ConfigError, shown, writing
 from klamp.references import CheckpointStep, parse
 from klamp.train.config import TrainConfig
-from klamp.train.settings import from_yaml, to_dict, to_yaml
+from klamp.train.config_io import from_yaml, to_dict, to_yaml
 
 HOW = ("run", "resume", "skip_damaged")
 """Fields that say how a command goes about a run and nothing about the run itself."""

@@ -7,19 +7,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from klamp.train.batch import Part, Rollout, parts
-from klamp.train.policy import Anchor
+from klamp.models.policy import ReferenceStates
+from klamp.sampling.batch import Part, Rollout, parts
 
 CACHE_BYTES = 2 << 30
 """States of a step are kept up to this size."""
 
 
-class Recall:
+class ReferenceCache:
     """``recall(piece)``: the reference's states for any part of a rollout."""
 
     def __init__(
         self,
-        states: Callable[[Part], Anchor],
+        states: Callable[[Part], ReferenceStates],
         rollout: Rollout,
         size: int,
         agree: Callable[[bool], bool],
@@ -27,11 +27,11 @@ class Recall:
         """``size``: sequences a forward pass. ``agree``: whether any process says yes, so that all do the same."""
         self.states, self.rollout, self.size, self.agree = states, rollout, size, agree
         self.kept: Tensor | None = None
-        self.like: Anchor | None = None
+        self.like: ReferenceStates | None = None
         """Any of the states kept: they all go through one head."""
         self.too_large = False
 
-    def __call__(self, piece: Part) -> Anchor:
+    def __call__(self, piece: Part) -> ReferenceStates:
         if self.kept is None and not self.too_large:
             self._fill()
         if self.kept is None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from klamp.models import fast_layers
 from klamp.sampling import fast_modules
-from klamp.train import lean
 
 
 def model(dtype: torch.dtype = torch.float64) -> Any:
@@ -59,7 +59,7 @@ def outcome(made: Any) -> list[Tensor]:
 def test_lora_is_pefts(settings: dict[str, Any]) -> None:
     made = adapted(**settings)
     before = outcome(made)
-    lean.lean_lora(made)
+    fast_layers.lean_lora(made)
     torch.testing.assert_close(outcome(made), before, rtol=1e-9, atol=0)
 
 
@@ -69,7 +69,7 @@ def test_lora_is_pefts(settings: dict[str, Any]) -> None:
 def test_lora_in_float32_is_pefts_but_for_the_order_of_sums(settings: dict[str, Any], rtol: float) -> None:
     made = adapted(torch.float32, **settings)
     before = outcome(made)
-    lean.lean_lora(made)
+    fast_layers.lean_lora(made)
     torch.testing.assert_close(outcome(made), before, rtol=rtol, atol=1e-6 if rtol else 0)
 
 
@@ -79,13 +79,13 @@ def test_an_adapter_wider_than_its_base_is_pefts() -> None:
         if "lora_" in name:
             p.data = p.data.double()
     before = outcome(made)
-    lean.lean_lora(made)
+    fast_layers.lean_lora(made)
     torch.testing.assert_close(outcome(made), before, rtol=0, atol=0)
 
 
 def test_dropout_in_training_is_pefts_business() -> None:
     made = adapted(lora_dropout=0.5).train()
-    lean.lean_lora(made)
+    fast_layers.lean_lora(made)
     torch.manual_seed(3)
     ours = made(input_ids=ids()).logits
     torch.manual_seed(4)
@@ -102,14 +102,14 @@ def test_adapters_are_switched_as_peft_switches_them() -> None:
         base = made(input_ids=ids()).logits
     policy = made(input_ids=ids()).logits
     trained = {n for n, p in made.named_parameters() if p.requires_grad}
-    lean.lean_lora(made)
+    fast_layers.lean_lora(made)
     layers = fast_modules.lora_layers(made)
-    with lean.adapter(layers, None):
+    with fast_layers.adapter(layers, None):
         torch.testing.assert_close(made(input_ids=ids()).logits, base, rtol=1e-9, atol=1e-12)
-    with lean.adapter(layers, "other"):
+    with fast_layers.adapter(layers, "other"):
         torch.testing.assert_close(made(input_ids=ids()).logits, other, rtol=1e-9, atol=1e-12)
         assert {n for n, p in made.named_parameters() if p.requires_grad} == trained
-    with pytest.raises(RuntimeError), lean.adapter(layers, None):
+    with pytest.raises(RuntimeError), fast_layers.adapter(layers, None):
         raise RuntimeError
     torch.testing.assert_close(made(input_ids=ids()).logits, policy, rtol=1e-9, atol=1e-12)
 
