@@ -23,7 +23,7 @@ def test_every_test_it_names_exists() -> None:
 
 
 def test_every_promise_names_a_test() -> None:
-    tables = re.findall(r"^\| what .*\| held by \|\n\| --- .*\n((?:\| .*\n)+)", PAGE, re.MULTILINE)
+    tables = re.findall(r"^\| what .*\| tested by \|\n\| --- .*\n((?:\| .*\n)+)", PAGE, re.MULTILINE)
     promises = [line for table in tables for line in table.splitlines()]
     assert len(promises) > 60
     assert not [line for line in promises if not re.search(r"`tests/[\w/]+\.py::\w+`", line)]
