@@ -23,7 +23,6 @@ from torch import Tensor
 
 import klamp
 from klamp import models
-from klamp.clamp import Gauge
 from klamp.objectives import group_advantages, policy_loss
 from klamp.train.rewards import vader
 
@@ -133,32 +132,28 @@ def run(settings: Settings, watch: Callable[[int, Any, Batch, dict[str, float]],
     model: Any = get_peft_model(models.load_model(settings.model, device="cpu"), lora)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(trained, lr=settings.lr, weight_decay=0.0)
-    hold = klamp.Hold(target=settings.target, per="token")
-    gauge = Gauge()  # KL on a step's own tokens reads higher than on fresh ones; by how much is learned
-    state, read, last = None, gauge.init(), None
+    undo = klamp.lora_scaler(model)
+    control = klamp.Control(klamp.Hold(target=settings.target, per="token"), clamp=True)
     for step in range(1, settings.steps + 1):
         count = settings.prompts_per_step
         texts = [settings.prompts[i % len(settings.prompts)] for i in range((step - 1) * count, step * count)]
         batch = sample(model, tokenizer, texts, settings)
         spread = spread_of(batch, settings.group)
-        state = state or hold.init(spread=spread, length=batch.mask.sum(-1).float().mean().item())
+        if not control.started:
+            control = control.init(spread=spread, length=batch.mask.sum(-1).float().mean().item())
         reference = reference_logits(model, batch)
-        loss, token_kl = loss_and_kl(model, batch, reference, state.beta, settings.group)
+        loss, token_kl = loss_and_kl(model, batch, reference, control.beta, settings.group)
+        kl = klamp.mean(token_kl, batch.mask, per="token").item()
+        figures = {"loss": loss.item(), "kl": kl, "beta": control.beta, "reward": batch.rewards.mean().item()}
+        noise = noise_of(token_kl, batch.mask, settings.group)
+        control = control.before_update(kl, spread, len(batch.ids), noise=noise)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimiser.step()
         optimiser.zero_grad()
-        kl = klamp.mean(token_kl, batch.mask, per="token").item()
-        noise = noise_of(token_kl, batch.mask, settings.group)
-        read = gauge.update(read, kl, last, noise)
-        own = measure(model, batch, reference)
-        limit = gauge.limit(read, 1.1 * settings.target, own)
-        undo = klamp.lora_scaler(model)
-        last = klamp.clamp_kl(lambda b=batch, r=reference: measure(model, b, r), undo, limit, kl=own)
-        figures = {"loss": loss.item(), "kl": kl, "beta": state.beta, "reward": batch.rewards.mean().item()}
-        state = hold.update(state, kl, len(batch.ids), effort=last.effort, spread=spread, noise=noise)
+        control = control.after_update(lambda b=batch, r=reference: measure(model, b, r), undo)
         if watch:
-            watch(step, model, batch, figures | {"effort": last.effort})
+            watch(step, model, batch, figures | {"effort": control.clamped.effort})
     return model
 
 

@@ -110,24 +110,25 @@ def main() -> None:
     reference = copy.deepcopy(policy).requires_grad_(False)
     optimiser = torch.optim.Adam(policy.parameters(), lr=3e-3)
     hold = klamp.Hold(target=TARGET, per="token")
-    state = hold.init(spread=1.0, length=LENGTH / 2)
     monitor = klamp.Monitor(target=TARGET, per="token", bounds=hold.bounds, window=STEPS // 2)
+    control = klamp.Control(hold, clamp=True, monitor=monitor).init(spread=1.0, length=LENGTH / 2)
     undo = klamp.weights_scaler(policy, dict(reference.named_parameters()))
     print(f"{'step':>5} {'reward':>7} {'kl':>7} {'beta':>7} {'effort':>7}")
     for step in range(STEPS):
         tokens, mask = policy.sample(BATCH)
         rewards = reward(tokens, mask)
         kl = measure(policy, reference, tokens, mask)
-        loss = policy_loss(policy, reference, (tokens, mask, rewards), state.beta)
+        control = control.before_update(kl, n=BATCH)
+        loss = policy_loss(policy, reference, (tokens, mask, rewards), control.beta)
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-        after = klamp.clamp_kl(lambda t=tokens, m=mask: measure(policy, reference, t, m), undo, limit=1.1 * TARGET)
-        state = hold.update(state, kl, n=BATCH, effort=after.effort)
-        monitor.record(step, kl=kl, beta=state.beta, effort=after.effort, reward=rewards.mean().item())
+        control = control.after_update(lambda t=tokens, m=mask: measure(policy, reference, t, m), undo)
+        effort = control.clamped.effort
         if step % 10 == 0 or step == STEPS - 1:
-            print(f"{step:5d} {rewards.mean():7.3f} {kl:7.4f} {state.beta:7.4f} {after.effort:7.4f}")
-    print(f"second half: KL {monitor.mean():.4f} for a target of {TARGET}, in band {monitor.in_band:.0%} of the steps")
+            print(f"{step:5d} {rewards.mean():7.3f} {kl:7.4f} {control.beta:7.4f} {effort:7.4f}")
+    seen = control.seen
+    print(f"second half: KL {seen.mean():.4f} for a target of {TARGET}, in band {seen.in_band:.0%} of the steps")
 
 
 if __name__ == "__main__":

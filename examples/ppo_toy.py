@@ -85,8 +85,7 @@ def run(steps: int = 80, seed: int = 0, *, show: bool = True) -> list[tuple[floa
     policy = ToyLM()
     reference = copy.deepcopy(policy).requires_grad_(False)
     optimiser = torch.optim.Adam(policy.parameters(), lr=2e-3)
-    hold = klamp.Hold(target=TARGET, per="token")
-    state = hold.init(spread=1.0, length=LENGTH / 2)
+    control = klamp.Control(klamp.Hold(target=TARGET, per="token")).init(spread=1.0, length=LENGTH / 2)
     history = []
     for step in range(1, steps + 1):
         tokens, mask = policy.sample(BATCH)
@@ -95,14 +94,15 @@ def run(steps: int = 80, seed: int = 0, *, show: bool = True) -> list[tuple[floa
             (logits, values), (ref_logits, _) = policy(tokens), reference(tokens)
             logp, ref_logp = token_logp(logits, tokens), token_logp(ref_logits, tokens)
         kl = klamp.mean(klamp.exact(logits, ref_logits), mask, per="token").item()
-        priced = klamp.in_reward(rewards, klamp.k1(logp, ref_logp), state.beta, mask)
+        control = control.before_update(kl, n=BATCH)
+        priced = klamp.in_reward(rewards, klamp.k1(logp, ref_logp), control.beta, mask)
         advantages, returns = gae(priced, values, mask, gamma=1.0, lam=0.95)
         batch = {"tokens": tokens, "mask": mask, "logp": logp, "values": values, "returns": returns}
         update(policy, optimiser, batch | {"advantages": whiten(advantages, mask)})
-        state = hold.update(state, kl, n=BATCH)
+        control = control.after_update()
         history.append((rewards.sum(-1).mean().item(), kl))
         if show and (step % 10 == 0 or step == 1):
-            print(f"step {step:3d}  reward {history[-1][0]:.3f}  KL {kl:.4f}  beta {state.beta:.4f}")
+            print(f"step {step:3d}  reward {history[-1][0]:.3f}  KL {kl:.4f}  beta {control.beta:.4f}")
     return history
 
 

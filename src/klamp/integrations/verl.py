@@ -16,13 +16,14 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from klamp import __version__, estimators
-from klamp.controllers import Hold, HoldState, Stateful
+from klamp.control import Control
+from klamp.controllers import Controller, Hold, State
 from klamp.errors import ConfigError, unknown, writing
 from klamp.masked import Unit, check_unit, mean
 
@@ -78,23 +79,37 @@ class Settings:
         return cls(target=target, per=unit, estimator=estimator, kl_coef=DEFAULT_COEF if coef is None else coef)
 
 
-class HoldKLController(Stateful):
-    """:class:`klamp.Hold` with verl's contract: ``value``, ``update(current_kl=, n_steps=)``.
+class HoldKLController:
+    """A :class:`klamp.Control` of ``Hold`` with verl's contract: ``value``, ``update(current_kl=, n_steps=)``.
 
     Inside verl's ``apply_kl_penalty`` it measures KL itself, in its own unit (:meth:`observe`). Called directly,
     ``update`` takes a KL in the unit of the target.
     """
 
-    __slots__ = ("measured", "settings", "spread", "told")
-    controller: Hold
-    state: HoldState
+    __slots__ = ("control", "measured", "settings", "spread", "told")
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        super().__init__(Hold(settings.target, settings.per, init_beta=settings.kl_coef))
+        self.control = Control(Hold(settings.target, settings.per, init_beta=settings.kl_coef)).init()
         self.told = settings.kl_coef != DEFAULT_COEF
         self.measured: float | None = None
         self.spread: float | None = None
+
+    @property
+    def controller(self) -> Controller:
+        """The law of the price."""
+        return self.control.controller
+
+    @property
+    def state(self) -> State:
+        """The controller's state."""
+        assert self.control.state.price is not None, "it is made with a price"
+        return self.control.state.price
+
+    @property
+    def value(self) -> float:
+        """The current beta."""
+        return self.control.beta
 
     def observe(self, data: Any) -> None:
         """Look at a batch of verl's before its penalty is applied: measure KL, and find the first price."""
@@ -104,7 +119,7 @@ class HoldKLController(Stateful):
         self.spread = _spread(data)
         if not self.told and self.spread > 0:
             length = float(mask.sum(-1).float().mean())
-            self.state, self.told = self.controller.init(spread=self.spread, length=length), True
+            self.control, self.told = self.control.init(spread=self.spread, length=length), True
             logger.warning(
                 "klamp: rewards spread by %.4g in a prompt; the first price is %.4g", self.spread, self.value
             )
@@ -112,10 +127,21 @@ class HoldKLController(Stateful):
     def update(self, current: Any = None, n_steps: float = 1, *, current_kl: Any = None) -> None:
         """Observe a KL, or the one just measured where :meth:`observe` saw the batch."""
         if self.measured is None:
-            super().update(current, n_steps, current_kl=current_kl)
-            return
-        self.state = self.controller.update(self.state, self.measured, int(n_steps), spread=self.spread)
+            if (current is None) == (current_kl is None):
+                raise ConfigError(f"update takes one KL, got {current!r} and current_kl={current_kl!r}. Pass either.")
+            kl, spread = current_kl if current is None else current, None
+        else:
+            kl, spread = self.measured, self.spread
+        self.control = self.control.before_update(kl, spread, int(n_steps)).after_update()
         self.measured = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The controller's state as plain JSON values."""
+        return self.state.to_dict()
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state_dict`."""
+        self.control = self.control.from_dict({**self.control.to_dict(), "controller": saved})
 
     def save(self, folder: Path, step: int) -> None:
         """Write the state into the folder of verl's checkpoint."""
@@ -166,6 +192,11 @@ def _spread(data: Any) -> float:
     freedom = sum(len(x) - 1 for x in several)
     spread = math.sqrt(sum(float((x - x.mean()).square().sum()) for x in several) / freedom) if freedom else 0.0
     return spread if math.isfinite(spread) else 0.0
+
+
+def _is_klamps(kl_ctrl: object) -> TypeGuard[HoldKLController]:
+    """Whether a controller that verl holds is this one, and not verl's own."""
+    return isinstance(kl_ctrl, HoldKLController)
 
 
 def install() -> None:
@@ -258,7 +289,7 @@ def _measuring(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def apply_kl_penalty(data: Any, kl_ctrl: Any, *args: Any, **named: Any) -> Any:
-        if not isinstance(kl_ctrl, HoldKLController):
+        if not _is_klamps(kl_ctrl):
             return original(data, kl_ctrl, *args, **named)
         with torch.no_grad():
             kl_ctrl.observe(data)
@@ -276,7 +307,7 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _save_checkpoint(self: Any, *args: Any, **named: Any) -> Any:
         control = getattr(self, "kl_ctrl_in_reward", None)
-        if isinstance(control, HoldKLController):
+        if _is_klamps(control):
             control.save(
                 Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}", self.global_steps
             )
@@ -293,7 +324,7 @@ def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
     def _load_checkpoint(self: Any, *args: Any, **named: Any) -> Any:
         done = original(self, *args, **named)
         control, step, trainer = getattr(self, "kl_ctrl_in_reward", None), self.global_steps, self.config.trainer
-        if isinstance(control, HoldKLController) and step > 0 and trainer.resume_mode != "disable":
+        if _is_klamps(control) and step > 0 and trainer.resume_mode != "disable":
             by_path = trainer.resume_mode == "resume_path"
             folder = Path(trainer.resume_from_path if by_path else trainer.default_local_dir)
             control.load(folder if by_path else folder / f"global_step_{step}", step)
