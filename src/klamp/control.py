@@ -39,9 +39,6 @@ from klamp.monitor import Alarm, Monitor, MonitorState
 FAR = 4.0
 """How many times a KL must fit under the limit to be far from it: twice the displacement. A share of four sequences
 that reads KL a third too low is within that by far, and what it might miss the next batch reads in full."""
-FADES = 0.9
-"""What is left after a step of the largest change of sqrt(KL): halved in seven. Changes differ by a factor of two or so
-from step to step, and get smaller from the first ones on."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +193,7 @@ class Control:
         if reading is None or self.state.price is None:
             missing = "before_update(kl)" if self.started else "init() and before_update(kl)"
             raise ConfigError(f"after_update goes with a reading. Call {missing} first.")
-        done = self._clamped(reading, measure, scale, kl, origin_kl)
+        done = self._clamped(measure, scale, kl, origin_kl)
         clamped, price = done.clamped, self.state.price
         if reading.kl is not None and reading.steers:
             price = advance(
@@ -228,8 +225,7 @@ class Control:
     def new_reference(self) -> Control:
         """KL is to another reference from here on: forget the last ones, keep how own tokens and fresh ones differ."""
         gauge = replace(self.state.gauge, level=0.0, reading=0.0)
-        # From a reference elsewhere the same steps may lead straight away.
-        return replace(self, state=replace(self.state, gauge=gauge, last=None, jump=None))
+        return replace(self, state=replace(self.state, gauge=gauge, last=None))
 
     def retarget(self, old: float | None, new: float | None) -> Control:
         """The state was steered to ``old``, and goes on to ``new``, the controller's target.
@@ -249,11 +245,6 @@ class Control:
     def far(self, kl: float) -> bool:
         """Whether ``kl`` on own tokens is far below the limit; one that cannot be measured is not."""
         return self.limit is not None and FAR * kl < min(self.limit, self._own_limit(kl))
-
-    def expected(self, kl: float) -> float:
-        """KL after an update that began at ``kl`` and is as large as any of the last; NaN where none is known."""
-        jump = self.state.jump
-        return math.nan if jump is None or not kl >= 0 else (math.sqrt(kl) + jump) ** 2
 
     def above_floor(self, kl: float) -> float:
         """``kl`` as the controller takes it: 0 at the floor, the target at the target."""
@@ -289,12 +280,7 @@ class Control:
         return self.limit if self.gauge is None else self.gauge.limit(self.state.gauge, self.limit, own)
 
     def _clamped(
-        self,
-        reading: Reading,
-        measure: Callable[[], float] | None,
-        scale: Scaler | None,
-        own: float | None,
-        origin_kl: float | None,
+        self, measure: Callable[[], float] | None, scale: Scaler | None, own: float | None, origin_kl: float | None
     ) -> Control:
         """The control after the clamp has looked at the update."""
         if self.limit is None:
@@ -305,21 +291,13 @@ class Control:
                 "with clamp=None."
             )
         own = measure() if own is None else own
-        began = reading.kl if reading.measured is None else reading.measured
-        jump = self._jump(math.nan if began is None else began, own)
         limit, origin = self._own_limit(own), self.state.floor if origin_kl is None else origin_kl
         if origin >= limit:
             result = no_farther(measure, scale, origin)
         else:
             result = clamp_kl(measure, scale, limit, kl=own, origin_kl=origin)
         last = result if is_kl(result.kl_before, result.kl_after) else None
-        return replace(self, state=replace(self.state, last=last, jump=jump), clamped=result, own_limit=limit)
-
-    def _jump(self, kl: float, own: float) -> float | None:
-        """The largest change of sqrt(KL), once an update carried it from ``kl`` to ``own``."""
-        if not all(0 <= x < math.inf for x in (kl, own)):
-            return None
-        return max(abs(math.sqrt(own) - math.sqrt(kl)), FADES * (self.state.jump or 0.0))
+        return replace(self, state=replace(self.state, last=last), clamped=result, own_limit=limit)
 
     def _record(
         self, kl: float | None, clamped: Clamped | None, step: int | None, figures: Mapping[str, Any] | None

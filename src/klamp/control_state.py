@@ -44,8 +44,6 @@ class ControlState:
     """What the clamp knows of KL on fresh samples."""
     last: Clamped | None = None
     """What the clamp did in the step before, until the next batch is read; None where that was no KL."""
-    jump: float | None = None
-    """The largest change of sqrt(KL) on own tokens that one of the last updates made; None before the first."""
     floor: float = 0.0
     """What rounding alone makes of KL: it is there however small the displacement."""
     monitor: MonitorState = field(default_factory=MonitorState)
@@ -59,7 +57,6 @@ class ControlState:
             "controller": None if self.price is None else self.price.to_dict(),
             "gauge": asdict(self.gauge),
             "last": None if self.last is None else asdict(self.last),
-            "jump": self.jump,
             "floor": self.floor,
             "monitor": self.monitor.to_dict(),
             "reading": None if self.reading is None else _written(asdict(self.reading)),
@@ -67,16 +64,15 @@ class ControlState:
 
     @staticmethod
     def from_dict(saved: Mapping[str, Any]) -> ControlState:
-        """The state that :meth:`to_dict` wrote, or that an earlier klamp did, which saved less of it."""
+        """The state that :meth:`to_dict` wrote, or that an earlier klamp did, which saved more or less of it."""
         if not isinstance(saved, Mapping) or not {"controller", "gauge", "monitor"} <= set(saved):
             raise ConfigError(f"a saved control must hold controller, gauge and monitor, got {shown(saved)}. {DAMAGED}")
-        price, last, jump, reading = (saved.get(k) for k in ("controller", "last", "jump", "reading"))
+        price, last, reading = (saved.get(k) for k in ("controller", "last", "reading"))
         known = None if last is None else from_plain(Clamped, last, finite=False)
         return ControlState(
             price=None if price is None else State.from_dict(price),
             gauge=from_plain(GaugeState, saved["gauge"], finite=False),
             last=known if known is not None and is_kl(known.kl_before, known.kl_after) else None,
-            jump=None if jump is None else require_number("control.jump", jump, at_least=0, way_out=DAMAGED),
             floor=require_number("control.floor", saved.get("floor", 0.0), at_least=0, way_out=DAMAGED),
             monitor=MonitorState.from_dict(saved["monitor"]),
             reading=None if reading is None else from_plain(Reading, _read(reading), finite=False),

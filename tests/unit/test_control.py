@@ -167,9 +167,10 @@ BEFORE = json.loads(
 def test_what_the_trainer_saved_before_goes_on() -> None:
     control = control_of(KLConfig()).from_dict(BEFORE)
     assert control.beta == BEFORE["controller"]["beta"]
-    assert {k: v for k, v in control.to_dict().items() if k != "reading"} == BEFORE
-    least = {k: v for k, v in BEFORE.items() if k not in ("jump", "floor", "settings")}
-    assert control_of(KLConfig()).from_dict(least).state.jump is None
+    kept = {k: v for k, v in BEFORE.items() if k != "jump"}  # the clamp goes by no forecast any more
+    assert control.to_dict() == {**kept, "reading": None}
+    least = {k: v for k, v in kept.items() if k not in ("floor", "settings")}
+    assert control_of(KLConfig()).from_dict(least).state == control.state
 
 
 @pytest.mark.parametrize(
@@ -177,13 +178,16 @@ def test_what_the_trainer_saved_before_goes_on() -> None:
     [
         (None, "must hold controller, gauge and monitor"),
         ({"controller": None}, "must hold controller, gauge and monitor"),
-        ({**BEFORE, "jump": -1.0}, "control.jump"),
-        ({**BEFORE, "jump": "far"}, "control.jump"),
+        ({**BEFORE, "floor": -1.0}, "control.floor"),
+        ({**BEFORE, "floor": "low"}, "control.floor"),
         ({**BEFORE, "gauge": {}}, "GaugeState"),
         ({**BEFORE, "monitor": {"window": 3}}, "monitor is damaged"),
         ({**BEFORE, "reading": {"kl": 0.1}}, "Reading"),
         ({**BEFORE, "reading": []}, "Reading"),
-        ({**BEFORE, "controller": {"kind": "State", "beta": 0.1, "updates": 0, "skipped": 0}}, "HoldState"),
+        (
+            {**BEFORE, "controller": {"kind": "State", "beta": 0.1, "updates": 0, "skipped": 0}},
+            "State of another controller than Hold",
+        ),
     ],
 )
 def test_a_damaged_or_foreign_state_is_named(saved: Any, says: str) -> None:
