@@ -71,6 +71,14 @@ def test_history_is_in_the_log(page: str) -> None:
     assert [w for w in found if re.search(r"\d", w)] == []
 
 
+NAMED = re.compile(r"`((?:src|tests|docs|examples|benchmarks|scripts|\.ci)/[\w./-]*)(?:::\w+)?`")
+
+
+@pytest.mark.parametrize("page", [p for p in TEXTS if not p.startswith("docs/log/") and p != "CHANGELOG.md"])
+def test_files_that_are_named_exist(page: str) -> None:
+    assert [path for path in NAMED.findall(read(page)) if not (ROOT / path).exists()] == []
+
+
 def without_code(text: str) -> str:
     return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.S)
 
