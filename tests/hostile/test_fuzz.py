@@ -252,7 +252,13 @@ def test_a_misspelt_key_is_named_with_its_nearest(field: str, at: int, letter: s
     if (f"{part}.{wrong}" if part else wrong) in own:
         return
     with pytest.raises(ConfigError, match=f"{re.escape(wrong)}.* is not known. Did you mean"):
-        from_dict(TrainConfig, {part: {wrong: 1}} if part else {wrong: 1})
+        from_dict(TrainConfig, nested([*part.split("."), wrong] if part else [wrong]))
+
+
+def nested(names: list[str]) -> dict[str, Any]:
+    """``{a: {b: 1}}`` of [a, b]."""
+    first, *rest = names
+    return {first: nested(rest) if rest else 1}
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
