@@ -32,7 +32,7 @@ def timeless(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
-    assert a.keys() == b.keys()
+    assert a.keys() == b.keys(), f"in one alone: {sorted(a.keys() ^ b.keys())}"
     for name in a:
         assert a[name] == b[name], f"{name} differs"
 

@@ -190,7 +190,7 @@ def test_a_second_process_on_a_measurement_is_refused(
         fcntl.flock(held, fcntl.LOCK_EX)
         second = nursery.klamp(*command)
         assert second.wait() == 2, second.said
-        assert second.said.startswith(f"klamp: measurement '{out}' is in use by another process.")
+        assert second.said.splitlines()[-1].startswith(f"klamp: measurement '{out}' is in use by another process.")
         assert [p.name for p in out.iterdir()] == [".lock-0"]
     again = nursery.klamp(*command)
     assert again.wait() == 0, again.said

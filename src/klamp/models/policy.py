@@ -101,8 +101,9 @@ class Policy(nn.Module):
 
     def as_reference(self, part: Part) -> ReferenceStates:
         """This model's states as another's reference: with its own head, or as logits."""
+        hidden = self(part).hidden  # first: FSDP2 gathers a sharded head in the forward pass
         head = self.head
-        return ReferenceStates(self(part).hidden, head, logits=head is None)
+        return ReferenceStates(hidden, head, logits=head is None)
 
     def stats(
         self,
