@@ -226,8 +226,9 @@ def alive(pid: int) -> bool:
 
 
 def finished(out: Path) -> dict[str, Any]:
-    """What came of an experiment, times and places aside."""
-    found = {str(log.relative_to(out)): rows(log) for log in sorted(out.glob("runs/**/*.jsonl"))}
+    """What came of an experiment; times, places and the events that tell of the interruptions aside."""
+    logs = [log for log in sorted(out.glob("runs/**/*.jsonl")) if log.name != "events.jsonl"]
+    found = {str(log.relative_to(out)): rows(log) for log in logs}
     for file in sorted(out.glob("runs/**/checkpoints/*/*.safetensors")):
         found[str(file.relative_to(out))] = file.read_bytes()
     results = json.loads((out / "results.json").read_text())
