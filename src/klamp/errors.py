@@ -1,6 +1,8 @@
-"""The errors klamp raises at people, all under :class:`KlampError`.
+"""Every exception of klamp's, all under :class:`KlampError`.
 
-Every message names the field, the value it was given and the way out.
+A message names the field, the value it was given and the way out. Settings in a message are data: in the text they
+stand between marks, as in ``"Add ‹kl.per=token›."``, and become :class:`Setting`. Whoever shows an error chooses how
+they are spelled: ``kl.per=token`` in Python and YAML, ``--kl.per token`` on the command line.
 """
 
 from __future__ import annotations
@@ -12,15 +14,78 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+MARKED = re.compile("‹([^‹›=]*)(?:=([^‹›]*))?›")
+
+
+class Setting(NamedTuple):
+    """A field of a configuration that a message speaks of, with a value for it where one is named."""
+
+    name: str
+    value: str | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.value is None else f"{self.name}={self.value}"
+
+    @property
+    def marked(self) -> str:
+        """As it stands in the text of an error."""
+        return f"‹{self}›"
 
 
 class KlampError(Exception):
     """Base of every error klamp raises on purpose."""
 
+    @property
+    def settings(self) -> list[Setting]:
+        """The settings that the message names, in its order."""
+        return [Setting(*found) for found in MARKED.findall(self.marked)]
+
+    @property
+    def marked(self) -> str:
+        """The message with its settings between marks."""
+        return str(self.args[0]) if self.args else ""
+
+    def spelled(self, spell: Callable[[Setting], str]) -> str:
+        """The message with every setting as ``spell`` writes it."""
+        return MARKED.sub(lambda found: spell(Setting(found[1], found[2])), self.marked)
+
+    def __str__(self) -> str:
+        return self.spelled(str)
+
 
 class ConfigError(KlampError, ValueError):
-    """A setting or an argument that cannot mean what its author wants; raised before anything is computed."""
+    """A setting or an argument that cannot mean what its author wants; raised before anything is computed.
+
+    ``ConfigError("kl.limit", -1, "Leave it out for 1.1 x the target.", problem="must be > 0, got {value}")``, or
+    ``ConfigError("a whole message")`` where the error is about more than one field.
+
+    Attributes:
+        field: Dotted name of the setting; of a whole message, the first that it names. None: it names none.
+        value: What was given for it.
+        way_out: What to do instead.
+    """
+
+    def __init__(
+        self, field: str, value: object = None, way_out: str | None = None, *, problem: str = "cannot be {value}"
+    ) -> None:
+        text = field
+        if way_out is not None:
+            text = f"‹{field}› {problem.replace('{value}', shown(value))}. {way_out}"
+        super().__init__(text)
+        named = self.settings
+        self.field: str | None = field if way_out is not None else named[0].name if named else None
+        self.value: object = value
+        self.way_out = way_out or ""
+
+    def within(self, part: str) -> ConfigError:
+        """The same error about fields of ``part``: ``reference`` becomes ``kl.reference``."""
+        text = self.spelled(lambda s: s.marked if "." in s.name else s._replace(name=f"{part}.{s.name}").marked)
+        found = ConfigError(text)
+        found.value, found.way_out = self.value, self.way_out
+        return found
 
 
 class DiskError(KlampError, RuntimeError):
@@ -29,6 +94,50 @@ class DiskError(KlampError, RuntimeError):
 
 class MissingExtra(KlampError, ImportError):
     """A package that comes with an extra of klamp is not installed."""
+
+
+class CheckpointError(KlampError, RuntimeError):
+    """A checkpoint is damaged or does not fit the run."""
+
+
+class ReferencePolicyError(KlampError, RuntimeError):
+    """The reference is not what it was, or cannot be had."""
+
+
+class RewardError(KlampError, RuntimeError):
+    """A reward function raised, took too long, or returned something that is not one finite number a completion."""
+
+
+class PreflightError(KlampError, RuntimeError):
+    """The KL term would not do what it is there for."""
+
+
+class TrainingError(KlampError, RuntimeError):
+    """Training cannot go on."""
+
+
+class SamplerError(KlampError, RuntimeError):
+    """The server cannot be reached, refuses, or answers with something that is no sample."""
+
+
+class Refused(SamplerError):
+    """The server answered that it will not."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class HubUnreachable(KlampError):
+    """The Hub cannot be reached, is switched off, or does not have the model."""
+
+
+class ExperimentError(KlampError, RuntimeError):
+    """A run of an experiment failed or was stopped; running the same command again goes on from where it was."""
+
+
+class Busy(KlampError):
+    """The queue is full."""
 
 
 EXTRAS = {
@@ -117,8 +226,9 @@ def unknown(field: str, value: object, choices: Iterable[str]) -> ConfigError:
     """The error for a name that is not one of ``choices``, with the nearest one as the way out."""
     known = sorted(choices)
     near = difflib.get_close_matches((value if isinstance(value, str) else shown(value))[:200], known, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return ConfigError(f"{field} {shown(value)} is not known.{hint} Choose from: {', '.join(known)}.")
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    choose = f"Choose from: {', '.join(known)}."
+    return ConfigError(field, value, f"{hint}{choose}", problem="{value} is not known")
 
 
 def require_number(
@@ -133,11 +243,11 @@ def require_number(
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"{field} must be a number, got {shown(value)}. {way_out}") from None
+        raise ConfigError(field, value, way_out, problem="must be a number, got {value}") from None
     if isinstance(value, bool) or not math.isfinite(number):
-        raise ConfigError(f"{field} must be a finite number, got {shown(value)}. {way_out}")
+        raise ConfigError(field, value, way_out, problem="must be a finite number, got {value}")
     if above is not None and number <= above:
-        raise ConfigError(f"{field} must be > {above:g}, got {shown(value)}. {way_out}")
+        raise ConfigError(field, value, way_out, problem=f"must be > {above:g}, got {{value}}")
     if at_least is not None and number < at_least:
-        raise ConfigError(f"{field} must be >= {at_least:g}, got {shown(value)}. {way_out}")
+        raise ConfigError(field, value, way_out, problem=f"must be >= {at_least:g}, got {{value}}")
     return number

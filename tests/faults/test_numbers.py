@@ -19,15 +19,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from klamp.errors import CheckpointError, PreflightError, RewardError, TrainingError
 from klamp.references.folders import saved_steps
 from klamp.sampling.batch import collate
 from klamp.train import checkpoint
-from klamp.train.checkpoint import CheckpointError
 from klamp.train.config import RewardConfig
-from klamp.train.learner import Learner, TrainingError
+from klamp.train.learner import Learner
 from klamp.train.loop import Trainer
-from klamp.train.preflight import PreflightError
-from klamp.train.rewards import RewardError, Scored
+from klamp.train.rewards import Scored
 from klamp.train.run_folder import read_jsonl
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from klamp.errors import ExperimentError
 from klamp.experiments import sweep
 from klamp.experiments.compare import CompareConfig, run
-from klamp.experiments.runner import ExperimentError
 from klamp.report import write_comparison, write_runs, write_sweep
 from klamp.results.verdict import judge
 

@@ -19,13 +19,13 @@ from torch import Tensor
 
 import klamp
 from klamp import models
+from klamp.errors import CheckpointError, ReferencePolicyError
 from klamp.local_backend import Choice, LocalBackend, TrainableModel, TrainResult, Trajectory, TrajectoryGroup
 from klamp.local_backend import worker as worker_module
 from klamp.references import Ema, StepLag
-from klamp.references.states import REFERENCE, ReferencePolicyError
+from klamp.references.states import REFERENCE
 from klamp.train import learner as learner_module
 from klamp.train import pricing
-from klamp.train.checkpoint import CheckpointError
 
 ROOT = Path(__file__).parents[2]
 MODEL = TrainableModel(name="agent", project="tests", base_model="tiny")

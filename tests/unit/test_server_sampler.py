@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from klamp.errors import ConfigError
+from klamp.errors import ConfigError, SamplerError, TrainingError
 from klamp.sampling import vllm_server
-from klamp.sampling.vllm_server import Request, SamplerError, Server, _check, _completions
+from klamp.sampling.vllm_server import Request, Server, _check, _completions
 from klamp.train.correction import CorrectionConfig
-from klamp.train.learner import TrainingError
 from server_stub import Stub, late, serving
 
 pytestmark = pytest.mark.slow

@@ -13,12 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from klamp.distributed import digest
-from klamp.errors import ConfigError
+from klamp.errors import CheckpointError, ConfigError, ReferencePolicyError
 from klamp.models import load_model
 from klamp.references.folders import folder_of, saved_steps
-from klamp.references.states import ReferencePolicyError
 from klamp.train import checkpoint
-from klamp.train.checkpoint import CheckpointError, damage
+from klamp.train.checkpoint import damage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from klamp.errors import ConfigError
+from klamp.errors import ConfigError, TrainingError
 from klamp.train import launch
-from klamp.train.learner import Learner, TrainingError
+from klamp.train.learner import Learner
 from klamp.train.loop import Trainer
 
 DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "LOCAL_RANK": "0"}

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from klamp.errors import PreflightError
 from klamp.placements import ACCEPTED
 from klamp.train import pricing
-from klamp.train.preflight import PreflightError, preflight
+from klamp.train.preflight import preflight
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -247,7 +247,7 @@ def test_more_minibatches_than_a_process_has_completions(config: Any) -> None:
 
 def test_a_step_whose_gradient_is_not_finite(trainer: Any) -> None:
     """Skipped and counted, or an error: the weights stay as they were either way."""
-    from klamp.train.learner import TrainingError
+    from klamp.errors import TrainingError
     from klamp.train.rewards import Scored
 
     for choice in ("skip", "stop"):

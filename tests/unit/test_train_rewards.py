@@ -14,9 +14,9 @@ import numpy
 import pytest
 import torch
 
-from klamp.errors import ConfigError
+from klamp.errors import ConfigError, RewardError
 from klamp.train.config import RewardConfig
-from klamp.train.rewards import RewardError, Scorer
+from klamp.train.rewards import Scorer
 
 PROMPTS, COMPLETIONS = ["p"] * 4, ["good one", "fine", "bad", "last"]
 

@@ -8,10 +8,13 @@ import importlib.util
 import io
 import itertools
 import re
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from klamp.errors import ConfigError, KlampError
+from klamp.errors import ConfigError, KlampError, Setting
+
+QUOTES = "'\""
 
 
 def typed(function: Callable[..., Any]) -> Callable[[list[str]], None]:
@@ -32,13 +35,34 @@ def typed(function: Callable[..., Any]) -> Callable[[list[str]], None]:
     return run
 
 
+class Held(io.StringIO):
+    """What is written for a stream, held back; a terminal is still a terminal to whoever asks."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__()
+        self.stream = stream
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """That of the stream: what is drawn for it may be more than ASCII."""
+        return str(self.stream.encoding)
+
+    def isatty(self) -> bool:
+        return bool(self.stream.isatty())
+
+    def release(self) -> None:
+        """Write it after all."""
+        self.stream.write(self.getvalue())
+        self.stream.flush()
+
+
 def parsed(target: Callable[..., Any], args: list[str], **options: Any) -> Any:
     """What tyro makes of ``args``; an error of klamp's own comes out as it was raised, not in a box of tyro's."""
     import tyro
 
-    unseen = io.StringIO()
+    out, errors = Held(sys.stdout), Held(sys.stderr)
     try:
-        with contextlib.redirect_stderr(unseen), contextlib.redirect_stdout(unseen):
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
             return tyro.cli(target, args=args, **options)
     except SystemExit as stop:
         error: BaseException | None = stop
@@ -46,9 +70,12 @@ def parsed(target: Callable[..., Any], args: list[str], **options: Any) -> Any:
             error = error.__context__
         if error is not None:
             raise error from None
-        _refuse_switch_values(args, unseen.getvalue())
-        _answer_foreign(args, unseen.getvalue())
-    return tyro.cli(target, args=args, **options)  # once more for all to see: the help, or what does not parse
+        said = out.getvalue() + errors.getvalue()
+        _refuse_switch_values(args, said)
+        _answer_foreign(args, said)
+        out.release()  # the help, or what does not parse
+        errors.release()
+        raise
 
 
 def _refuse_switch_values(args: list[str], said: str) -> None:
@@ -101,31 +128,23 @@ def without(flag: str, args: list[str]) -> list[str]:
 
 @contextlib.contextmanager
 def flags_named(config: type) -> Iterator[None]:
-    """Errors about the fields of ``config`` as errors about the flags they are given by."""
+    """Errors that name fields of ``config``, by the flags that these are given by."""
+    from klamp.train.config_io import fields_of
+
+    known = {name for name, _ in fields_of(config)}
     try:
         yield
     except KlampError as error:
-        raise type(error)(as_flags(str(error), config)) from None
+        raise type(error)(error.spelled(lambda s: flag(s) if s.name in known else str(s))) from None
 
 
-def as_flags(text: str, config: type) -> str:
-    """``kl.max_weight=2`` in a message as ``--kl.max-weight 2``, and likewise every other field of ``config``."""
-    from klamp.train.config_io import fields_of
-
-    names = [name for name, _ in fields_of(config)]
-    dotted = "|".join(re.escape(n) for n in sorted(names, key=len, reverse=True) if "." in n)
-    plain = "|".join(n for n in names if "." not in n)
-
-    def flag(found: re.Match[str]) -> str:
-        part, _, leaf = found[1].replace("_", "-").rpartition(".")
-        value = found.groupdict().get("value")
-        leaf = f"no-{leaf}" if value == "false" else leaf
-        given = "" if value in (None, "true", "false") else f" {value}"
-        return f"--{part}.{leaf}{given}" if part else f"--{leaf}"
-
-    text = re.sub(rf"^({plain})(?= must | '| is )", flag, text)
-    value = r"(?:=(?P<quote>['\"]?)(?P<value>[\w:+-]+(?:\.\w+)*)(?P=quote))?"
-    return re.sub(rf"(?<![\w.'\"/-])({dotted})(?!\w|\.\w){value}", flag, text)
+def flag(setting: Setting) -> str:
+    """``kl.max_weight=2`` as ``--kl.max-weight 2``; a switch as ``--kl.clamp`` or ``--kl.no-clamp``."""
+    part, dot, leaf = setting.name.replace("_", "-").rpartition(".")
+    if setting.value == "false":
+        return f"--{part}{dot}no-{leaf}"
+    value = "" if setting.value in (None, "true") else f" {(setting.value or '').strip(QUOTES)}"
+    return f"--{part}{dot}{leaf}{value}"
 
 
 def need_report() -> None:

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from klamp.errors import ConfigError
+from klamp.errors import ConfigError, ExperimentError
 from klamp.experiments.progress import Progress
-from klamp.experiments.runner import ExperimentError
 from klamp.experiments.worker import Job
 
 

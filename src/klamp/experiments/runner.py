@@ -19,16 +19,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from klamp.errors import KlampError, require_number
+from klamp.errors import ExperimentError, require_number
 from klamp.experiments.progress import Progress
 from klamp.experiments.worker import Job
 
 PATIENCE = 60.0
 """Seconds that processes are given to finish their step when asked to stop."""
-
-
-class ExperimentError(KlampError, RuntimeError):
-    """A run of an experiment failed or was stopped; running the same command again goes on from where it was."""
 
 
 class Stopped(BaseException):

@@ -151,7 +151,7 @@ def _own_sampler(trainer: Trainer) -> Sampler:
     """The sampler of a run, whose model the experiments read perplexities from."""
     if not isinstance(trainer.sampler, Sampler):
         raise ConfigError(
-            "rollout.engine=vllm cannot be compared or swept: perplexities are read from klamp's own sampler. Use "
+            "‹rollout.engine=vllm› cannot be compared or swept: perplexities are read from klamp's own sampler. Use "
             "klamp train for runs through a server."
         )
     return trainer.sampler

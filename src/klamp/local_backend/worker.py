@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from klamp import models
 from klamp.chat import Encoder
-from klamp.errors import ConfigError, KlampError
+from klamp.errors import ConfigError, KlampError, ReferencePolicyError
 from klamp.local_backend.arguments import Arguments, Place
 from klamp.local_backend.batch import Batch
 from klamp.local_backend.completions import Completions
@@ -251,7 +251,7 @@ class Worker:
         now = self.learner.reference.identity()
         if now != self.anchored:
             self._release()
-            raise states.ReferencePolicyError(
+            raise ReferencePolicyError(
                 f"the reference {now['reference']} has other weights than at step {self.step} ({now['weights']}, then "
                 f"{self.anchored['weights']}). A KL must be measured to the same reference: restore it, or give the "
                 "new one another path."

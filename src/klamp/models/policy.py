@@ -226,7 +226,9 @@ def inner_of(model: Any) -> Any:
 def recompute(model: Any) -> None:
     """Gradient checkpointing: what is inside a layer is computed again on the way back, so that it need not be kept."""
     if not getattr(model, "supports_gradient_checkpointing", False):
-        raise ConfigError(f"optim.checkpointing: {type(model).__name__} does not support it. Lower optim.micro_batch.")
+        raise ConfigError(
+            f"‹optim.checkpointing›: {type(model).__name__} does not support it. Lower ‹optim.micro_batch›."
+        )
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for module in model.modules():
         # transformers asks whether the layer trains. Its children stay in evaluation: no noise, no dropout.

@@ -77,7 +77,9 @@ def check_adapter(folder: Path, model: Any) -> None:
     base = check_folder(folder).get("base_model_name_or_path")
     own = model.peft_config[ADAPTER].base_model_name_or_path
     if base and own and Path(str(base)).name != Path(own).name:
-        raise ConfigError(f"kl.reference: the adapter in {str(folder)!r} was made for {base!r}, the policy is {own!r}.")
+        raise ConfigError(
+            f"‹kl.reference›: the adapter in {str(folder)!r} was made for {base!r}, the policy is {own!r}."
+        )
 
 
 def _beside(folder: Path) -> str:
@@ -98,7 +100,7 @@ def step_folder(run: Path, step: int) -> Path:
     folder = folder_of(run, step)
     if not folder.is_dir():
         there = ", ".join(str(s) for s in saved_steps(run)) or "none"
-        raise ConfigError(f"kl.reference step:{step} is not saved in {str(run)!r}. Saved steps: {there}.")
+        raise ConfigError(f"‹kl.reference› step:{step} is not saved in {str(run)!r}. Saved steps: {there}.")
     return folder
 
 

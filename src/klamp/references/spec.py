@@ -115,29 +115,29 @@ def parse(text: object) -> ReferenceSpec:
     if kind == "base" and not colon:
         return Base()
     if kind == "base":
-        raise ConfigError(f"reference {text!r}: base takes nothing after it. Write base, or step:N for a saved step.")
+        raise ConfigError(f"‹reference› {text!r}: base takes nothing after it. Write base, or step:N for a saved step.")
     if kind not in {form.partition(":")[0] for form in FORMS}:
         raise unknown("reference", text, FORMS)
     if not value:
-        raise ConfigError(f"reference {text!r} is incomplete. Write one of: {', '.join(FORMS)}.")
+        raise ConfigError(f"‹reference› {text!r} is incomplete. Write one of: {', '.join(FORMS)}.")
     if kind == "model":
         return FrozenModel(value)
     if kind == "adapter":
         return AdapterPath(value)
     number = _number(str(text), value)
     if kind != "ema" and number > FARTHEST:
-        raise ConfigError(f"reference {text!r} is beyond {FARTHEST:,} steps. Example: {kind}:40.")
+        raise ConfigError(f"‹reference› {text!r} is beyond {FARTHEST:,} steps. Example: {kind}:40.")
     if kind != "ema" and number != int(number):
-        raise ConfigError(f"reference {text!r} needs a whole number of steps, got {value!r}. Example: {kind}:40.")
+        raise ConfigError(f"‹reference› {text!r} needs a whole number of steps, got {value!r}. Example: {kind}:40.")
     try:
         return Ema(number) if kind == "ema" else COUNTED[kind](int(number))
     except ConfigError as error:
-        raise ConfigError(f"reference {text!r}: {error}") from None
+        raise ConfigError(f"‹reference› {text!r}: {error}") from None
 
 
 def _number(text: str, value: str) -> float:
     try:
         number = float(value)
     except ValueError:
-        raise ConfigError(f"reference {text!r} needs a number after the colon, got {value!r}.") from None
-    return require_number(f"reference {text!r}", number, at_least=0, way_out="Steps and decays are not negative.")
+        raise ConfigError(f"‹reference› {text!r} needs a number after the colon, got {value!r}.") from None
+    return require_number("reference", number, at_least=0, way_out="Steps and decays are not negative.")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from klamp.distributed import digest, put, settle
-from klamp.errors import ConfigError, KlampError
+from klamp.errors import ConfigError
 from klamp.kernels import head_of
 from klamp.models.policy import Policy, ReferenceStates
 from klamp.references import AdapterPath, Base, CheckpointStep, Ema, FrozenModel, Periodic, ReferenceSpec, StepLag
@@ -26,10 +26,6 @@ from klamp.sampling.merged_model import ADAPTER
 
 REFERENCE = "klamp_reference"
 """Name of the reference's adapter inside the peft model; never saved."""
-
-
-class ReferencePolicyError(KlampError, RuntimeError):
-    """The reference is not what it was, or cannot be had."""
 
 
 class Reference(Protocol):
@@ -163,7 +159,7 @@ class SecondAdapter:
     def shard(self, prepare: Callable[[nn.Module], object]) -> None:
         if isinstance(self.spec, StepLag):
             raise ConfigError(
-                f"kl.reference {self.spec} loads another adapter as it goes, which a model sharded by FSDP2 cannot "
+                f"‹kl.reference› {self.spec} loads another adapter as it goes, which a model sharded by FSDP2 cannot "
                 "take. Use base, step:N, adapter:PATH, ema:DECAY or periodic:N, or train without FSDP."
             )
 
@@ -261,7 +257,7 @@ class SecondModel:
     def shard(self, prepare: Callable[[nn.Module], object]) -> None:
         if self.on_cpu:
             raise ConfigError(
-                "kl.reference_on_cpu moves a whole model in and out, which FSDP2 does not allow. Leave it off: under "
+                "‹kl.reference_on_cpu› moves a whole model in and out, which FSDP2 does not allow. Leave it off: under "
                 "FSDP2 the reference is sharded like the policy."
             )
         self.side.sharded = True
@@ -304,7 +300,7 @@ def make_reference(
     if isinstance(spec, FrozenModel):
         return SecondModel(policy, _other_model(policy, spec.model, trust_remote_code), spec, run, on_cpu=on_cpu)
     if isinstance(spec, AdapterPath) and not policy.lora:
-        raise ConfigError(f"kl.reference {spec} is an adapter, and full=true trains without one. Use model:FOLDER.")
+        raise ConfigError(f"‹kl.reference› {spec} is an adapter, and full=true trains without one. Use model:FOLDER.")
     if not policy.lora:
         return SecondModel(policy, copy.deepcopy(policy.model), spec, run, on_cpu=on_cpu)
     if isinstance(spec, AdapterPath) and not is_plain(check_folder(Path(spec.path))):
@@ -318,7 +314,9 @@ def check_reference(spec: ReferenceSpec, run: Path, model: str, *, full: bool, t
     """Refuse a reference that is not there or speaks other tokens, before any weights are loaded."""
     if isinstance(spec, AdapterPath):
         if full:
-            raise ConfigError(f"kl.reference {spec} is an adapter, and full=true trains without one. Use model:FOLDER.")
+            raise ConfigError(
+                f"‹kl.reference› {spec} is an adapter, and full=true trains without one. Use model:FOLDER."
+            )
         check_folder(Path(spec.path))
     elif isinstance(spec, CheckpointStep) and spec.step > 0:
         step_folder(run, spec.step)
@@ -335,7 +333,7 @@ def _check_tokens(model: str, reference: str, trust: bool) -> None:
     if different:
         first = min(different)
         raise ConfigError(
-            f"kl.reference model:{reference} has another tokenizer than {model!r}: {len(different)} tokens differ, "
+            f"‹kl.reference› model:{reference} has another tokenizer than {model!r}: {len(different)} tokens differ, "
             f"{first!r} is {theirs.get(first)} there and {ours.get(first)} here. Choose a reference of the same family."
         )
 
@@ -348,8 +346,8 @@ def _other_model(policy: Policy, name: str, trust: bool) -> nn.Module:
     ours, theirs = _vocabulary(policy.model), _vocabulary(model)
     if ours != theirs:
         raise ConfigError(
-            f"kl.reference model:{name} has a vocabulary of {theirs} tokens, the policy {ours}; a KL compares the same "
-            "tokens. Choose a reference of the same family."
+            f"‹kl.reference› model:{name} has a vocabulary of {theirs} tokens, the policy {ours}; a KL compares the "
+            "same tokens. Choose a reference of the same family."
         )
     return model
 

@@ -95,19 +95,19 @@ class Sampler:
         length = self.config.max_tokens
         if self.context is not None and longest + length > self.context:
             raise ConfigError(
-                f"a prompt of {longest} tokens and rollout.max_tokens={length} exceed the model's context of "
+                f"a prompt of {longest} tokens and ‹rollout.max_tokens={length}› exceed the model's context of "
                 f"{self.context}. Shorten the prompt or lower max_tokens."
             )
         # Beyond this length all positions are scaled otherwise, those that are cached too.
         if self.stretch is not None and shortest <= self.stretch < longest + length:
             raise ConfigError(
-                f"prompts of {shortest} to {longest} tokens and rollout.max_tokens={length} cross {self.stretch}, "
+                f"prompts of {shortest} to {longest} tokens and ‹rollout.max_tokens={length}› cross {self.stretch}, "
                 "where the model's LongRoPE changes the positions of the whole sequence. Stay below it, or above."
             )
         best = getattr(self.model.config.get_text_config(), "keep_window_size", None)
         if best is not None and longest + length > best:
             raise ConfigError(
-                f"a prompt of {longest} tokens and rollout.max_tokens={length} exceed keep_window_size={best}. "
+                f"a prompt of {longest} tokens and ‹rollout.max_tokens={length}› exceed keep_window_size={best}. "
                 "From there on the model attends to its best keys only, and decodes otherwise than it trains."
             )
         known = self.model.get_input_embeddings().weight.shape[0]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from klamp.distributed import gathered, settle
-from klamp.errors import ConfigError
+from klamp.errors import ConfigError, Refused, SamplerError
 from klamp.sampling.batch import Rollout
-from klamp.sampling.vllm_server import Adapters, Completion, Refused, Request, SamplerError, Server
+from klamp.sampling.vllm_server import Adapters, Completion, Request, Server
 
 if TYPE_CHECKING:
     from klamp.models.policy import Policy
@@ -102,7 +102,7 @@ class ServerSampler:
         if self.base not in names:
             raise ConfigError(
                 f"the server at {self.server.url} does not serve {self.base!r}, but {', '.join(names[:5])}. Start it "
-                "with the run's model, or name what it serves with rollout.served."
+                "with the run's model, or name what it serves with ‹rollout.served›."
             )
         ids = [list(t)[:PROBE] for t in texts if len(t) > 1][:4]
         found = self.server.score(self.base, ids)
@@ -157,7 +157,7 @@ class ServerSampler:
     def _fits(self, prompt: int) -> None:
         if self.context is not None and prompt + self.config.max_tokens > self.context:
             raise ConfigError(
-                f"a prompt of {prompt} tokens and rollout.max_tokens={self.config.max_tokens} exceed the model's "
+                f"a prompt of {prompt} tokens and ‹rollout.max_tokens={self.config.max_tokens}› exceed the model's "
                 f"context of {self.context}. Shorten the prompt or lower max_tokens."
             )
 

@@ -18,17 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from klamp.errors import ConfigError, KlampError
+from klamp.errors import ConfigError, Refused, SamplerError
 
 T = TypeVar("T")
 SERVED = 2
 """Versions that the server holds: the newest, and the one that requests under way may still use."""
 FIRST_WAIT = 0.5
 """Seconds before the first repetition of a failed request; each further wait is twice as long."""
-
-
-class SamplerError(KlampError, RuntimeError):
-    """The server cannot be reached, refuses, or answers with something that is no sample."""
 
 
 class Completion(NamedTuple):
@@ -62,7 +58,7 @@ class Server:
 
         self.url, self.retries = url.rstrip("/").removesuffix("/v1"), retries
         if not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"rollout.url {url!r} is not an address. Write it as http://127.0.0.1:8000.")
+            raise ConfigError(f"‹rollout.url› {url!r} is not an address. Write it as http://127.0.0.1:8000.")
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self.loop = asyncio.new_event_loop()
@@ -189,16 +185,8 @@ class Server:
                 await asyncio.sleep(FIRST_WAIT * 2**attempt)
         raise SamplerError(
             f"the server at {self.url} gave no answer to {path} in {self.retries + 1} attempts ({said:.200}). Is it "
-            "running, and is rollout.url right? Raise rollout.timeout if it is only slow."
+            "running, and is ‹rollout.url› right? Raise ‹rollout.timeout› if it is only slow."
         )
-
-
-class Refused(SamplerError):
-    """The server answered that it will not."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class Adapters:
@@ -302,9 +290,9 @@ def _advice(said: str, folder: Path) -> str:
     if said.startswith("404") or "not allowed" in low or "runtime" in low:
         way = "Start the server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora."
     elif "rank" in low:
-        way = "Start the server with --max-lora-rank of at least lora.rank, or lower lora.rank."
+        way = "Start the server with --max-lora-rank of at least ‹lora.rank›, or lower ‹lora.rank›."
     elif "no adapter" in low or "not found" in low or "no such file" in low or "does not exist" in low:
-        way = f"The server cannot see {str(folder)!r}: set rollout.adapters to a folder that both machines see."
+        way = f"The server cannot see {str(folder)!r}: set ‹rollout.adapters› to a folder that both machines see."
     else:
         way = "Check that the server's base is the run's model."
     return f"{said}. {way}"

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from klamp.errors import ConfigError
+from klamp.errors import Busy, ConfigError
 from klamp.serve import engine
-from klamp.serve.engine import Begun, Busy, Limits, Piece
+from klamp.serve.engine import Begun, Limits, Piece
 from klamp.serve.openai_api import Answer, ApiError, Wish, read_wish, sse
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from klamp.chat import Encoder
-from klamp.errors import ConfigError, KlampError, shown
+from klamp.errors import Busy, ConfigError, shown
 from klamp.serve.batch import Batch
 from klamp.serve.text import Text
 
@@ -23,10 +23,6 @@ def split_step(name: str) -> tuple[str, int | None]:
     """``name@40`` as (name, 40)."""
     found = re.fullmatch(r"(.+)@(\d{1,9})", name)
     return (found[1], int(found[2])) if found else (name, None)
-
-
-class Busy(KlampError):
-    """The queue is full."""
 
 
 @dataclass(frozen=True, kw_only=True)

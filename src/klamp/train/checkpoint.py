@@ -28,10 +28,9 @@ from torch import Tensor
 
 from klamp import models
 from klamp.distributed import digest, put
-from klamp.errors import ConfigError, KlampError, shown, writing
+from klamp.errors import CheckpointError, ConfigError, KlampError, ReferencePolicyError, shown, writing
 from klamp.references import CheckpointStep, StepLag, parse
 from klamp.references.folders import folder_of, saved_steps
-from klamp.references.states import ReferencePolicyError
 from klamp.sampling.merged_model import ADAPTER
 from klamp.train.config import TrainConfig
 from klamp.train.contents import Contents, collect, not_finite, restore_moments
@@ -43,10 +42,6 @@ from klamp.train.run_folder import GO_ON, RunFolder, sync_folder
 FORMAT = "klamp-checkpoint/1"
 NOT_OURS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, SafetensorError)
 """What reading values that klamp did not write stumbles with."""
-
-
-class CheckpointError(KlampError, RuntimeError):
-    """A checkpoint is damaged or does not fit the run."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +106,7 @@ def _check_finite(run: Path, step: int, learner: Learner) -> None:
         raise CheckpointError(
             f"the weights after step {step} are not finite ({bad[0]} first of {len(bad)}) and were not saved. Saved "
             f"steps: {there}; they are as they were. Look at the last samples and rewards, or begin anew with a lower "
-            "optim.lr."
+            "‹optim.lr›."
         )
 
 

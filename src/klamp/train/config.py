@@ -27,12 +27,12 @@ STEERS = {"hold": Hold, "ziegler": Ziegler, "exponential": Exponential, "doublin
 
 
 @contextlib.contextmanager
-def _named(prefix: str) -> Iterator[None]:
+def _within(part: str) -> Iterator[None]:
     """Errors about ``reference`` become errors about ``kl.reference``."""
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"{prefix}{error}") from None
+        raise error.within(part) from None
 
 
 TOKEN = cast(Unit, PresumedUnit("token"))
@@ -79,65 +79,69 @@ class KLConfig:
     """Log-ratio beyond which k2 and k3 go on linearly."""
 
     def __post_init__(self) -> None:
-        with _named("kl."):
+        with _within("kl"):
             object.__setattr__(self, "reference", str(parse(self.reference)))
             pair = check(self.estimator, self.placement, allow_biased=True)
         if not (pair.accepted or self.allow_biased):
-            subject = f"kl.estimator={pair.estimator} with kl.placement={pair.placement}"
+            subject = f"‹kl.estimator={pair.estimator}› with ‹kl.placement={pair.placement}›"
             said = refusal(subject, pair.on_policy, pair.instead)
-            raise ConfigError(f"{said}, or kl.allow_biased=true to reproduce another system.")
+            raise ConfigError(f"{said}, or ‹kl.allow_biased=true› to reproduce another system.")
         # Other systems' names (full, mse, loss) are accepted and written down as klamp's own.
         object.__setattr__(self, "estimator", pair.estimator)
         object.__setattr__(self, "placement", pair.placement)
         if pair.estimator.removesuffix("+") in NOT_PRICED:
             raise ConfigError(
-                f"kl.estimator {pair.estimator!r} is for measuring; the trainer cannot price it. Use exact."
+                f"‹kl.estimator› {pair.estimator!r} is for measuring; the trainer cannot price it. Use exact."
             )
         if self.source not in ("current_learner", "sample"):
             raise unknown("kl.source", self.source, ("current_learner", "sample"))
         if self.source == "sample" and (pair.estimator, pair.placement) != ("k1", "in_advantage"):
             raise ConfigError(
-                f"kl.source='sample' goes with k1 in_advantage only, not with {pair.estimator} {pair.placement}. "
+                f"‹kl.source='sample'› goes with k1 in_advantage only, not with {pair.estimator} {pair.placement}. "
                 "Leave it at current_learner."
             )
         self._check_unit()
         if self.target is None and self.controller != "fixed":
             raise ConfigError(
-                f"kl.target is missing for kl.controller={self.controller!r}. Give a target in nats per "
-                f"{self.per}, or use kl.controller=fixed with kl.beta."
+                f"‹kl.target› is missing for ‹kl.controller={self.controller!r}›. Give a target in nats per "
+                f"{self.per}, or use ‹kl.controller=fixed› with ‹kl.beta›."
             )
         if self.controller == "fixed" and self.beta is None:
-            raise ConfigError("kl.beta is missing for kl.controller='fixed'. Give the constant price; 0 only measures.")
+            raise ConfigError(
+                "‹kl.beta› is missing for ‹kl.controller='fixed'›. Give the constant price; 0 only measures."
+            )
         if self.limit is not None:
             require_number("kl.limit", self.limit, above=0, way_out="It is a KL; leave it out for 1.1 x the target.")
         if not 0 < self.clamp_share <= 1:
             raise ConfigError(
-                f"kl.clamp_share must be in (0, 1], got {self.clamp_share!r}. 1.0 measures every sequence."
+                f"‹kl.clamp_share› must be in (0, 1], got {self.clamp_share!r}. 1.0 measures every sequence."
             )
         self._check_numbers()
         self.make_controller()
 
     def _check_unit(self) -> None:
         """A KL of one's own has a unit of one's own: 0.05 per token and 0.05 per sequence are different wishes."""
-        units = "kl.per=token, kl.per=sequence (the sum over a sequence) or kl.per=sequence_mean"
+        units = "‹kl.per=token›, ‹kl.per=sequence› (the sum over a sequence) or ‹kl.per=sequence_mean›"
         own = {"kl.target": self.target, "kl.limit": self.limit}
         for name, value in own.items():
             if value is not None and not isinstance(value, Presumed) and isinstance(self.per, Presumed | None):
-                raise ConfigError(f"{name} {shown(value)} has no unit: nats per what? Add {units}.")
+                raise ConfigError(f"‹{name}› {shown(value)} has no unit: nats per what? Add {units}.")
         if self.per not in (*UNITS, None):
             raise unknown("kl.per", self.per, UNITS)
         if self.per is None and (self.target is not None or self.controller != "fixed"):
-            raise ConfigError(f"kl.per is None, and a KL has a unit. Give {units}.")
+            raise ConfigError(f"‹kl.per› is None, and a KL has a unit. Give {units}.")
         if isinstance(self.target, PresumedTarget) and self.per != "token":
             raise ConfigError(
-                f"kl.per={self.per} needs a kl.target in nats per {self.per}: the target of 0.05, which holds where "
-                "none is given, is per token."
+                f"‹kl.per={self.per}› needs a ‹kl.target› in nats per {self.per}: the target of 0.05, which holds "
+                "where none is given, is per token."
             )
 
     def _check_numbers(self) -> None:
         """What the controllers check too, in the words of the configuration."""
         if self.target is not None:
-            way_out = f"It is a KL in nats per {self.per}; for a constant price use kl.controller=fixed with kl.beta."
+            way_out = (
+                f"It is a KL in nats per {self.per}; for a constant price use ‹kl.controller=fixed› with ‹kl.beta›."
+            )
             require_number("kl.target", self.target, above=0, way_out=way_out)
         if self.controller == "fixed":
             require_number("kl.beta", self.beta, at_least=0, way_out="A price is never negative; 0 only measures.")
@@ -152,8 +156,8 @@ class KLConfig:
         low, high = getattr(STEERS.get(self.controller), "bounds", None) or (0.0, math.inf)
         if self.beta is not None and not low <= self.beta <= high:
             raise ConfigError(
-                f"kl.beta must lie in [{low:g}, {high:g}] for kl.controller={self.controller}, got {self.beta!r}. "
-                "Give another, or use kl.controller=fixed."
+                f"‹kl.beta› must lie in [{low:g}, {high:g}] for ‹kl.controller={self.controller}›, got {self.beta!r}. "
+                "Give another, or use ‹kl.controller=fixed›."
             )
 
     def make_controller(self) -> Controller:
@@ -222,21 +226,21 @@ class RolloutConfig:
             require_number(f"rollout.{name}", getattr(self, name), at_least=1, way_out="It is a count.")
         require_number("rollout.temperature", self.temperature, above=0, way_out="1.0 samples the model itself.")
         if not 0 < self.top_p <= 1:
-            raise ConfigError(f"rollout.top_p must be in (0, 1], got {self.top_p!r}. 1.0 samples the model itself.")
+            raise ConfigError(f"‹rollout.top_p› must be in (0, 1], got {self.top_p!r}. 1.0 samples the model itself.")
         self._check_engine()
 
     def _check_engine(self) -> None:
         if self.engine not in ("builtin", "vllm"):
             raise unknown("rollout.engine", self.engine, ("builtin", "vllm"))
         if self.engine == "vllm" and self.url is None:
-            raise ConfigError("rollout.url is missing for rollout.engine=vllm. Give it as http://127.0.0.1:8000.")
+            raise ConfigError("‹rollout.url› is missing for ‹rollout.engine=vllm›. Give it as http://127.0.0.1:8000.")
         if self.engine == "builtin":
             for name in ("url", "served", "adapters"):
                 if getattr(self, name) is not None:
-                    raise ConfigError(f"rollout.{name} belongs to a server. Add rollout.engine=vllm.")
+                    raise ConfigError(f"‹rollout.{name}› belongs to a server. Add ‹rollout.engine=vllm›.")
         if self.ahead not in (0, 1) or (self.ahead and self.engine == "builtin"):
             raise ConfigError(
-                f"rollout.ahead must be 0, or 1 with rollout.engine=vllm, got {self.ahead!r}: klamp's own sampler "
+                f"‹rollout.ahead› must be 0, or 1 with ‹rollout.engine=vllm›, got {self.ahead!r}: klamp's own sampler "
                 "shares the device with the update."
             )
         require_number("rollout.timeout", self.timeout, above=0, way_out="It is in seconds; 600 is usual.")
@@ -260,10 +264,10 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         if not self.functions:
-            raise ConfigError("reward.functions is empty. Name at least one, such as vader or my_module:my_function.")
+            raise ConfigError("‹reward.functions› is empty. Name at least one, such as vader or my_module:my_function.")
         if self.weights and len(self.weights) != len(self.functions):
             raise ConfigError(
-                f"reward.weights has {len(self.weights)} entries for {len(self.functions)} functions. Give one each."
+                f"‹reward.weights› has {len(self.weights)} entries for {len(self.functions)} functions. Give one each."
             )
         for weight in self.weights:
             require_number("reward.weights", weight, way_out="Each is a finite factor; 0 leaves a function out.")
@@ -403,7 +407,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         require_number("steps", self.steps, at_least=1, way_out="It counts optimiser steps.")
         if not -(2**63) <= self.seed < 2**63:
-            raise ConfigError(f"seed must fit in 64 bits, got {self.seed!r}. Any smaller whole number will do.")
+            raise ConfigError(f"‹seed› must fit in 64 bits, got {self.seed!r}. Any smaller whole number will do.")
         require_number("save_every", self.save_every, at_least=1, way_out="It counts steps.")
         require_number("sample_every", self.sample_every, at_least=1, way_out="It counts steps.")
         require_number("process_timeout", self.process_timeout, above=0, way_out="It is in seconds; 600 is usual.")
@@ -411,18 +415,18 @@ class TrainConfig:
         known = not isinstance(self.rollout.prompts, Presumed)  # otherwise seen when it is resolved
         if known and self.algorithm.minibatches > self.rollout.prompts * self.rollout.group_size:
             raise ConfigError(
-                f"algorithm.minibatches {self.algorithm.minibatches} is more than the "
+                f"‹algorithm.minibatches› {self.algorithm.minibatches} is more than the "
                 f"{self.rollout.prompts * self.rollout.group_size} completions of a step. Lower it."
             )
         if self.rollout.engine == "vllm" and self.full:
             raise ConfigError(
-                "full and rollout.engine=vllm do not go together: a server takes adapters over HTTP, not whole models. "
-                "Train a LoRA adapter, or sample with rollout.engine=builtin."
+                "‹full› and ‹rollout.engine=vllm› do not go together: a server takes adapters over HTTP, not whole "
+                "models. Train a LoRA adapter, or sample with ‹rollout.engine=builtin›."
             )
         if self.algorithm.name == "grpo" and self.rollout.group_size < 2:
             raise ConfigError(
-                "rollout.group_size is 1, and GRPO compares completions of one prompt. Use 2 or more, or "
-                "algorithm.name=ppo."
+                "‹rollout.group_size› is 1, and GRPO compares completions of one prompt. Use 2 or more, or "
+                "‹algorithm.name=ppo›."
             )
 
     @property

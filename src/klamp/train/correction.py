@@ -37,8 +37,8 @@ class CorrectionConfig:
             raise unknown("algorithm.correction.kind", self.kind, kinds)
         if self.limit is None and self.kind in ("mask_tv", "mask_kl"):
             raise ConfigError(
-                f"algorithm.correction.limit is missing for algorithm.correction.kind={self.kind}. It is the largest "
-                "divergence that stays; there is no usual one."
+                f"‹algorithm.correction.limit› is missing for ‹algorithm.correction.kind={self.kind}›. It is the "
+                "largest divergence that stays; there is no usual one."
             )
         if self.limit is not None:
             above = 1 if self.kind == "mask_ratio" else 0

@@ -124,7 +124,7 @@ def _check_fsdp(asked: Mapping[str, str], *, cpu: bool) -> None:
     for name, why in (
         ("FSDP_OFFLOAD_PARAMS", "klamp scales, samples from and saves weights where they are"),
         ("FSDP_CPU_RAM_EFFICIENT_LOADING", "every process samples, and so loads the whole model"),
-        ("FSDP_ACTIVATION_CHECKPOINTING", "it renames the layers; lower optim.micro_batch to save memory"),
+        ("FSDP_ACTIVATION_CHECKPOINTING", "it renames the layers; lower ‹optim.micro_batch› to save memory"),
     ):
         if _asked(asked, name):
             raise ConfigError(f"{name.lower()} is on in the accelerate configuration: {why}. Set it to false.")
@@ -149,8 +149,8 @@ def _check_deepspeed(asked: Mapping[str, str], config: TrainConfig, *, cpu: bool
         )
     if config.optim.micro_batch:
         raise ConfigError(
-            f"optim.micro_batch {config.optim.micro_batch} and DeepSpeed: its engine steps at every backward pass. "
-            "Set optim.micro_batch to 0, or use DDP or FSDP2."
+            f"‹optim.micro_batch› {config.optim.micro_batch} and DeepSpeed: its engine steps at every backward pass. "
+            "Set ‹optim.micro_batch› to 0, or use DDP or FSDP2."
         )
 
 

@@ -22,7 +22,7 @@ from klamp import trust
 from klamp.clamp import lora_scaler, snapshot, weights_scaler
 from klamp.control import Control
 from klamp.distributed import settle, whole
-from klamp.errors import KlampError
+from klamp.errors import TrainingError
 from klamp.kernels import TokenStats
 from klamp.masked import select, sum_count
 from klamp.models.policy import Policy, ReferenceStates
@@ -50,10 +50,6 @@ PER_TOKEN = ("kl/ref/exact", "kl/ref/k1", "kl/ref/k3", "kl/sampler/k1", "kl/samp
 
 FLOOR_ROWS = 32
 """Sequences that the floor is measured on: rounding is the same everywhere."""
-
-
-class TrainingError(KlampError, RuntimeError):
-    """Training cannot go on."""
 
 
 @dataclass(frozen=True)
@@ -293,7 +289,7 @@ class Learner:
             if self.config.optim.on_nonfinite == "stop" or self.accelerator.distributed_type == "DEEPSPEED":
                 raise TrainingError(
                     f"the gradient of step {step} is {self.grad_norm}. Look at this step's samples and rewards, lower "
-                    "optim.lr, or set optim.on_nonfinite=skip to leave such steps out (not with DeepSpeed)."
+                    "‹optim.lr›, or set ‹optim.on_nonfinite=skip› to leave such steps out (not with DeepSpeed)."
                 )
         self.optimizer.zero_grad(set_to_none=True)
 

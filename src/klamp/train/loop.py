@@ -21,7 +21,7 @@ import torch
 
 from klamp import models
 from klamp.chat import as_text
-from klamp.errors import ConfigError, KlampError
+from klamp.errors import ConfigError, KlampError, TrainingError
 from klamp.references import parse
 from klamp.references.states import check_reference
 from klamp.sampling.ahead import Ahead
@@ -32,7 +32,7 @@ from klamp.train import checkpoint, data
 from klamp.train.config import TrainConfig
 from klamp.train.display import Display, opening
 from klamp.train.launch import build_policy, check_tracker, make_accelerator
-from klamp.train.learner import Learner, Outcome, TrainingError
+from klamp.train.learner import Learner, Outcome
 from klamp.train.preflight import preflight
 from klamp.train.rewards import RewardFunction, Scorer
 from klamp.train.run_folder import Changes, RunFolder
@@ -139,8 +139,8 @@ class Trainer:
         limit, gap = self.config.rollout.max_gap, metrics["rollout/gap"]
         if limit is not None and gap > limit:
             raise TrainingError(
-                f"sampler and trainer differ by {gap:.3g} nats a token at step {step}, more than rollout.max_gap="
-                f"{limit:g}. Look at rollout/version_lag and the server's dtype, or raise the limit."
+                f"sampler and trainer differ by {gap:.3g} nats a token at step {step}, more than ‹rollout.max_gap="
+                f"{limit:g}›. Look at rollout/version_lag and the server's dtype, or raise the limit."
             )
 
     def _take(self, step: int) -> Rollout:
@@ -250,8 +250,8 @@ class Trainer:
         for n, ids in enumerate(self.encoded):
             if len(ids) > room:
                 raise ConfigError(
-                    f"prompt {n + 1} has {len(ids)} tokens; the model's context of {context} less rollout.max_tokens="
-                    f"{self.config.rollout.max_tokens} leaves {room}. Shorten {self.prompts.texts[n][:60]!r}..."
+                    f"prompt {n + 1} has {len(ids)} tokens; the model's context of {context} less ‹rollout.max_tokens="
+                    f"{self.config.rollout.max_tokens}› leaves {room}. Shorten {self.prompts.texts[n][:60]!r}..."
                 )
 
 
@@ -392,11 +392,12 @@ def _learner(config: TrainConfig, accelerator: Any) -> Learner:
 def _check_processes(config: TrainConfig, processes: int) -> None:
     if config.rollout.prompts % processes:
         raise ConfigError(
-            f"rollout.prompts={config.rollout.prompts} does not divide over {processes} processes. Make it a multiple."
+            f"‹rollout.prompts={config.rollout.prompts}› does not divide over {processes} processes. Make it "
+            "a multiple."
         )
     share = config.rollout.prompts // processes * config.rollout.group_size
     if config.algorithm.minibatches > share:
         raise ConfigError(
-            f"algorithm.minibatches {config.algorithm.minibatches} is more than the {share} completions a process has "
-            f"with {processes} of them. Lower it."
+            f"‹algorithm.minibatches› {config.algorithm.minibatches} is more than the {share} completions a process "
+            f"has with {processes} of them. Lower it."
         )

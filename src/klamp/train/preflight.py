@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from klamp.clamp import snapshot
 from klamp.distributed import share, whole
-from klamp.errors import KlampError
+from klamp.errors import PreflightError
 from klamp.masked import sum_count
 from klamp.models.lora import has_experts
 from klamp.references import Base, CheckpointStep, Ema, Periodic, StepLag
@@ -37,10 +37,6 @@ ROUTED = 0.2, math.inf
 """The same with experts: rounding sends a token to another one now and then, and its log-prob moves by nats."""
 
 
-class PreflightError(KlampError, RuntimeError):
-    """The KL term would not do what it is there for."""
-
-
 def preflight(learner: Learner, rollout: Rollout, *, sampled: bool = False) -> dict[str, float]:
     """Check dropout, agreement at the start, and that the price reaches the update; returns what was measured.
 
@@ -57,7 +53,7 @@ def preflight(learner: Learner, rollout: Rollout, *, sampled: bool = False) -> d
     if not pull > 0:
         raise PreflightError(
             "the price of KL does not reach the update: away from the reference its gradient is zero. Check that the "
-            f"trained weights are part of the graph and kl.placement={learner.config.kl.placement!r} is meant."
+            f"trained weights are part of the graph and ‹kl.placement={learner.config.kl.placement!r}› is meant."
         )
     return {"preflight/kl": kl, "preflight/pull": pull, "preflight/padding": padding, "preflight/sampler": sampler}
 

@@ -22,15 +22,11 @@ from torch import Tensor
 
 from klamp import models
 from klamp.chat import Prompt, as_text
-from klamp.errors import ConfigError, KlampError, require_number, shown, unknown
+from klamp.errors import ConfigError, RewardError, require_number, shown, unknown
 from klamp.train.config import RewardConfig
 from klamp.user_functions import imported
 
 RewardFunction = Callable[..., Sequence[float]]
-
-
-class RewardError(KlampError, RuntimeError):
-    """A reward function raised, took too long, or returned something that is not one finite number a completion."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +130,7 @@ class Scorer:
         self.weights = config.weights or (1.0,) * len(given)
         if len(self.weights) != len(given):
             raise ConfigError(
-                f"reward.weights has {len(self.weights)} entries for {len(given)} functions. Give one each."
+                f"‹reward.weights› has {len(self.weights)} entries for {len(given)} functions. Give one each."
             )
 
     def check_columns(self, columns: Iterable[str]) -> None:
@@ -165,7 +161,7 @@ class Scorer:
         if over and self.config.on_error == "stop":
             raise RewardError(
                 f"the weighted sum of the rewards is {float(total[over[0]])} for sample {over[0]}. Lower "
-                f"reward.weights={self.weights}, or set reward.on_error=mask to leave such samples out."
+                f"‹reward.weights={self.weights}›, or set ‹reward.on_error=mask› to leave such samples out."
             )
         valid[over] = False
         return Scored(torch.where(valid, total, 0.0), valid, parts)
@@ -197,7 +193,7 @@ class Scorer:
         if bad is not None and self.config.on_error == "stop":
             raise RewardError(
                 f"reward {name!r} is {shown(_plain(found[bad]), 80)} for {_sample(bad, prompts, completions)}. Return "
-                "a finite number, or set reward.on_error=mask to leave such samples out."
+                "a finite number, or set ‹reward.on_error=mask› to leave such samples out."
             )
         return values
 
@@ -215,7 +211,7 @@ class Scorer:
                 if self.config.on_error == "stop":
                     raise RewardError(
                         f"reward {name!r} raised {type(error).__name__} ({error}) for "
-                        f"{_sample(i, prompts, completions)}. Fix it, or set reward.on_error=mask to leave such "
+                        f"{_sample(i, prompts, completions)}. Fix it, or set ‹reward.on_error=mask› to leave such "
                         "samples out."
                     ) from cause
                 found = [math.nan]
@@ -228,7 +224,7 @@ class Scorer:
     def _failed(self, name: str, count: int, what: str, cause: Exception | None = None) -> list[float]:
         if self.config.on_error == "mask":
             return [math.nan] * count
-        raise RewardError(f"reward {name!r} {what}. Fix it, or set reward.on_error=mask to go on without.") from cause
+        raise RewardError(f"reward {name!r} {what}. Fix it, or set ‹reward.on_error=mask› to go on without.") from cause
 
     def _timed(self, name: str, function: RewardFunction, *args: Any) -> Sequence[float]:
         prompts, completions, columns = args
@@ -280,7 +276,7 @@ class _Slow(Exception):
     """A reward took longer than it may."""
 
     def __str__(self) -> str:
-        return f"took more than reward.timeout={self.args[0]:g} s"
+        return f"took more than ‹reward.timeout={self.args[0]:g}› s"
 
 
 def _within(seconds: float, call: Callable[[], Sequence[float]]) -> Sequence[float]:

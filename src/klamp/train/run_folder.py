@@ -116,8 +116,8 @@ class RunFolder:
         for field, (was, now) in found.items():
             if field not in MAY_CHANGE and not (anchored and field == "kl.reference"):
                 raise ConfigError(
-                    f"{field} is {shown(was)} in run {str(self.path)!r} and cannot become {shown(now)} when it is "
-                    "resumed. Leave it out, or choose another --run. Steps, kl.target, kl.limit, optim.lr and "
+                    f"‹{field}› is {shown(was)} in run {str(self.path)!r} and cannot become {shown(now)} when it is "
+                    "resumed. Leave it out, or choose another --run. Steps, ‹kl.target›, ‹kl.limit›, ‹optim.lr› and "
                     "the settings of saving and logging may change."
                 )
         return found

@@ -57,7 +57,7 @@ def _server(config: TrainConfig, learner: Learner, tokenizer: Any, context: int 
     try:
         server = Server(rollout.url, key=key, timeout=rollout.timeout, retries=rollout.retries)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"rollout.engine=vllm needs {error.name}. pip install 'klamp[server]'.") from None
+        raise ConfigError(f"‹rollout.engine=vllm› needs {error.name}. pip install 'klamp[server]'.") from None
     return ServerSampler(
         learner.policy,
         tokenizer,
