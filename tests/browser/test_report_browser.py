@@ -15,7 +15,10 @@ import pytest
 
 from klamp.report import write_runs
 
-pytestmark = pytest.mark.skipif(chrome.found() is None, reason="no chromium here: apt-get install chromium")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(chrome.found() is None, reason="no chromium here: apt-get install chromium"),
+]
 IN_ORDER = """[...document.querySelectorAll('PLACE')].reduce((n, p) => {
   const spans = [...p.children].map((s) => s.getClientRects()).filter((r) => r.length === 1).map((r) => r[0]);
   for (let i = 1; i < spans.length; i++) {

@@ -15,7 +15,10 @@ from klamp.report.page import render
 from klamp.report.write import runs_view
 from klamp.results import records
 
-pytestmark = pytest.mark.skipif(chrome.found() is None, reason="no chromium here: apt-get install chromium")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(chrome.found() is None, reason="no chromium here: apt-get install chromium"),
+]
 SIZES = {
     "as usual": [0.0, *(0.05 * (1 - math.exp(-n / 8)) for n in range(1, 40))],
     "far below": [0.0, *(1e-7 * n**2 for n in range(1, 40))],

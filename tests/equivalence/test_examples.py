@@ -83,6 +83,7 @@ def test_the_one_file_loop_is_the_trainer(trainer: Any, words_model: str, words_
     assert efforts > 0.05
 
 
+@pytest.mark.slow
 def test_ppo_on_a_toy_learns_and_holds_its_kl() -> None:
     history = example("ppo_toy").run(50, show=False)
     rewards, kls = zip(*history, strict=True)

@@ -84,6 +84,7 @@ def test_audit_prints_a_table_with_every_row(capsys: pytest.CaptureFixture[str])
     assert "refused by klamp.check and the trainer" in out  # placements are functions of any KL and refuse none
 
 
+@pytest.mark.slow
 def test_audit_of_a_function_in_the_working_folder(module: Path) -> None:
     done = run("audit", "my_module:f", "--worlds", "2", cwd=module)
     assert done.returncode == 0, done.stderr
@@ -252,6 +253,7 @@ def test_help_is_a_word_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage: klamp sweep" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_where_ascii_alone_can_be_printed_the_table_is_printed() -> None:
     env = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-m", "klamp", "audit", "--worlds", "1"], capture_output=True, env=env)
@@ -259,6 +261,7 @@ def test_where_ascii_alone_can_be_printed_the_table_is_printed() -> None:
     assert b"in_loss" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     words = f"{shlex.quote(sys.executable)} -m klamp audit --worlds 1 | head -n 1 > /dev/null; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", words], capture_output=True, text=True)

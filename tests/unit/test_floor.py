@@ -24,6 +24,7 @@ def first_step(tmp_path: Path, dtype: str) -> dict[str, float]:
     return json.loads((tmp_path / dtype / "metrics.jsonl").read_text().splitlines()[0])
 
 
+@pytest.mark.slow
 def test_bfloat16_has_a_floor_and_float32_has_none(tmp_path: Path) -> None:
     assert 1e-4 < first_step(tmp_path, "bfloat16")["kl/floor"] < 5e-3
     assert first_step(tmp_path, "float32")["kl/floor"] == 0

@@ -448,6 +448,7 @@ def test_a_controllers_state_goes_on_over_calls_and_restarts(tmp_path: Path) -> 
     assert anew.metrics["kl/beta"] == ziegler.init_beta, "another price came between"
 
 
+@pytest.mark.slow
 def test_a_restart_is_invisible_to_the_bit(tmp_path: Path) -> None:
     hold = klamp.Hold(target=0.02, per="token")
 
@@ -466,6 +467,7 @@ def test_a_restart_is_invisible_to_the_bit(tmp_path: Path) -> None:
     assert (tmp_path / "resumed/tests/agent/metrics.jsonl").read_text(encoding="utf-8").count("\n") == 5
 
 
+@pytest.mark.slow
 def test_a_moving_reference_goes_on_where_it_was(tmp_path: Path) -> None:
     async def run(folder: Path, count: int) -> list[TrainResult]:
         async with LocalBackend(folder) as backend:

@@ -49,6 +49,7 @@ def _view(record: records.Record) -> View:
     return View(kind="runs", title="report", headline="", sentence="", arms=arms, target=0.05, per="token")
 
 
+@pytest.mark.slow
 def test_the_tables_figures_are_those_of_every_step(long_run: Path, record: records.Record) -> None:
     rows = [json.loads(line) for line in (long_run / "metrics.jsonl").read_text().splitlines()]
     found = figures("run", [record], 0.05)
@@ -86,6 +87,7 @@ def test_the_page_says_that_it_draws_stretches(record: records.Record) -> None:
     assert len(page) < 4_000_000
 
 
+@pytest.mark.slow
 def test_reading_takes_at_most_88_bytes_a_step(tmp_path: Path) -> None:
     steps = 10_000
     _benchmark().write_run(tmp_path / "run", steps)
