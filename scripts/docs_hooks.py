@@ -1,4 +1,4 @@
-"""mkdocs hooks: a built page must not ask another host for a script, a style sheet, a font or an image."""
+"""mkdocs hooks: roles of docstrings become code, and no built page may ask another host for anything."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ from pathlib import Path
 from typing import Any
 
 REQUEST = re.compile(r"<(?:script|link|img|iframe)\b[^>]*?\b(?:src|href)=[\"'](?:https?:)?//[^\"']+", re.I)
+
+ROLE = re.compile(r":(?:func|class|meth|mod|attr):<code>~?([^<]*)</code>")
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """``:func:`name``` of a docstring as code."""
+    return ROLE.sub(r"<code>\1</code>", html)
 
 
 def on_post_build(config: Any, **_: Any) -> None:

@@ -110,7 +110,18 @@ class MonitorState:
 
 
 class Monitor:
-    """Records steps, raises alarms, writes JSONL. ``callback`` hears every alarm; so does the log, once."""
+    """Records steps, raises alarms, writes JSONL.
+
+    Args:
+        target: the KL target. None: record without one.
+        per: the unit of the target.
+        window: how many steps are kept.
+        bounds: bounds of ``beta``, for the alarm ``beta_at_bound``.
+        limits: thresholds of the alarms.
+        callback: called with every alarm.
+        path: a JSONL file to append to.
+        advice: by kind of alarm, what to do, in place of the usual text.
+    """
 
     def __init__(
         self,
@@ -150,11 +161,20 @@ class Monitor:
         no_signal: float | None = None,
         **extra: float,
     ) -> list[Alarm]:
-        """Take in one step and return the alarms it raised.
+        """Record one step.
 
-        ``estimates`` are other estimates of the same KL in the same unit; ``sampler_kl`` is KL(μ‖π) per token;
-        ``effort`` is the clamp's; ``no_signal`` is the share of groups in which every completion has the same reward;
-        ``extra`` is written along.
+        Args:
+            step: its number.
+            kl: its KL, in the unit of the target.
+            beta: the price.
+            estimates: other estimates of the same KL, by name, in the same unit.
+            sampler_kl: KL(μ‖π) per token.
+            effort: the clamp's effort.
+            no_signal: share of groups in which every completion has the same reward.
+            **extra: further numbers for the file.
+
+        Returns:
+            The alarms that the step raised.
         """
         given = {"kl": kl, "beta": beta, "sampler_kl": sampler_kl, "effort": effort, "no_signal": no_signal}
         row = {k: float(v) for k, v in given.items() if v is not None}

@@ -70,11 +70,16 @@ class KLControl(TrainerCallback):
     ) -> None:
         """``target`` nats ``per`` token or sequence with Hold, or any ``controller``.
 
-        ``trainer``: the one it will be added to, for checks at once; left out, it is found when training begins.
-        ``clamp``: measure KL again after each update and scale the displacement from the reference while it is over
-        ``limit`` (1.1 targets unless given); None: with a LoRA on its base only. ``feed_forward``: take the first
-        price from the first batch's advantages and lengths where the controller can (Hold). ``floor``: the least
-        price, because at beta 0 TRL stops measuring KL.
+        Args:
+            trainer: the trainer it will be added to, to check the settings at once. None: found when training begins.
+            controller: sets the price, in place of ``target`` and ``per``.
+            target: the KL target, in nats.
+            per: its unit.
+            clamp: whether to scale back updates whose KL is over ``limit``. None: with a LoRA on its base only.
+            limit: the largest KL. None: 1.1 times the target.
+            feed_forward: whether Hold takes its first price from the first batch's advantages and lengths.
+            floor: the least price, because at beta 0 TRL stops measuring the KL.
+            monitor: raises the alarms. None: one with the usual thresholds.
         """
         self.controller = controller_of(controller, target, per)
         self.target: float | None = getattr(self.controller, "target", None)

@@ -111,10 +111,15 @@ class LocalBackend:
         url: str | None = None,
         served: str | None = None,
     ) -> None:
-        """``host``, ``port`` and ``api_key`` are the endpoint's: this machine alone, a free one and a random one.
+        """Settings for all models of this backend.
 
-        With ``url``, a vLLM server draws what :meth:`sample` is asked for. It calls the base ``served`` and gets the
-        adapter after every step.
+        Args:
+            path: the folder under which models are kept.
+            device: ``"auto"``, ``"cpu"``, ``"cuda"``, ...
+            keep: how many checkpoints to keep per model; 0 keeps all.
+            host, port, api_key: of the OpenAI endpoint. By default this machine only, a free port and a random key.
+            url: a vLLM server that samples in place of klamp. It gets the adapter after every step.
+            served: the name under which that server serves the base model.
         """
         self.server = None if url is None else (url, served)
         self.path = Path(path)
@@ -204,16 +209,28 @@ class LocalBackend:
     ) -> TrainResult:
         """One optimiser step with ``A_t + price · (mean of k1 over all counted tokens of the step - k1_t)``, saved.
 
-        The price is ``kl_penalty_coef`` (standard deviations of advantage per nat; 0 measures only), or ``controller``
-        sets it. KL is to the base, or to the one reference that is named: ``kl_penalty_reference_step`` (0 is the
-        base), ``kl_ref_adapter_path``, ``kl_penalty_step_lag`` (the newest saved step at least that far back), or
-        ``reference``, a typed value such as ``klamp.references.Ema(0.99)``. ``kl_penalty_source="sample"`` takes k1 of
-        the log-probs recorded with the tokens. ``kl_limit`` is the KL that the clamp holds (default: 1.1 times the
-        controller's target), ``clamp=False`` turns it off. ``advantages`` says how a group's rewards
-        become advantages and how tokens weigh: ``"art"`` as ART does it, ``"art_scaled"`` with ART's last division too,
-        ``"klamp"`` as ``klamp train``. ``scale_rewards`` (or ART's other name, ``normalize_advantages``) divides by the
-        group's standard deviation. ``micro_batch`` sequences go through the model at once: memory, not the result.
-        Other arguments of ART's are taken at ART's defaults.
+        Args:
+            model: the model, such as a :class:`TrainableModel`.
+            trajectory_groups: groups of trajectories.
+            learning_rate, max_grad_norm: of the step.
+            kl_penalty_coef: the price, in standard deviations of advantage per nat; 0 measures only.
+            controller: sets the price in place of ``kl_penalty_coef``.
+            kl_penalty_reference_step, kl_ref_adapter_path, kl_penalty_step_lag, reference: at most one of these: a
+                saved step (0 is the base), an adapter's folder, the newest saved step at least that far back, or a
+                value such as ``klamp.references.Ema(0.99)``. None: the base.
+            kl_penalty_source: ``"sample"`` takes k1 of the log-probs recorded with the tokens.
+            kl_limit, clamp: the KL that the clamp holds (1.1 times the controller's target), and whether it does.
+            advantages: rewards become advantages as in ART (``"art"``), with ART's last division too
+                (``"art_scaled"``), or as in ``klamp train`` (``"klamp"``).
+            scale_rewards, normalize_advantages: whether to divide by the group's standard deviation.
+            loss_fn, epsilon, epsilon_high: PPO's or CISPO's loss, and the clip of its ratio.
+            micro_batch: sequences per forward pass; 0: all. It changes memory, not the result.
+            temperature: of choices that do not name theirs.
+            verbose: print a line.
+            **unknown: other arguments of ART's, accepted at ART's defaults.
+
+        Returns:
+            The step, its metrics, alarms and checkpoint.
         """
         refuse_unknown(unknown)
         arguments = Arguments(
@@ -255,8 +272,18 @@ class LocalBackend:
     ) -> list[Choice]:
         """``n`` answers of the model as it is now, with the tokens they were drawn in and those tokens' log-probs.
 
-        ``messages`` are dictionaries; a choice among them stands for its own tokens. Calls that wait at the same time
-        with the same settings are drawn in one batch.
+        Calls that wait at the same time with the same settings are sampled in one batch.
+
+        Args:
+            model: the model, such as a :class:`TrainableModel`.
+            messages: dictionaries with role and content, and earlier choices, which stand for their own tokens.
+            n: how many answers.
+            max_tokens: longest answer.
+            temperature: of the samples.
+            tools: passed to the chat template.
+
+        Returns:
+            The answers.
         """
         for name, count in (("n", n), ("max_tokens", max_tokens)):
             require_number(name, count, at_least=1, way_out="It is a count.")

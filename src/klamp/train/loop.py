@@ -258,7 +258,16 @@ class Trainer:
 def train_policy(
     config: TrainConfig, *, rewards: Sequence[RewardFunction] | None = None, quiet: bool = False
 ) -> dict[str, float]:
-    """Run ``config`` from the first step, or from its last checkpoint when it says so; returns the last metrics."""
+    """Train as ``klamp train`` does.
+
+    Args:
+        config: the settings. With ``resume`` the run continues from its last checkpoint.
+        rewards: reward functions, in place of ``config.reward.functions``.
+        quiet: print nothing.
+
+    Returns:
+        The metrics of the last step.
+    """
     return Trainer(config, rewards=rewards, quiet=quiet).run()
 
 
