@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from klamp.errors import ConfigError
 from klamp.kernels import HeadSpec, TokenStats, head_of, token_stats, token_stats_from_logits
 from klamp.models import fast_layers
+from klamp.models.shared_prompts import Backbone, inputs_of
 from klamp.sampling.batch import Part
-from klamp.sampling.caches import accepted, positions_of
 from klamp.sampling.fast_modules import lean_norms, lora_layers
 from klamp.sampling.merged_model import ADAPTER
 
@@ -56,6 +56,7 @@ class Policy(nn.Module):
         """Whether FSDP2 holds the weights."""
         self.layers: list[Any] = []
         """The LoRA layers."""
+        self.states_of = Backbone()
         self.find_layers()
         self.linear_head, width = probe_head(model)
         """Whether the head was seen to be a linear map, with a scale and a soft cap at most."""
@@ -92,7 +93,8 @@ class Policy(nn.Module):
             before = slice(part.first - 1, part.ids.shape[1] - 1)
             hidden, last = out.logits[:, before], out.hidden_states[-1][:, before] if values else None
         else:
-            hidden = last = states_of(head.backbone, part)
+            # On a CPU every sequence is computed whole: sharing prompts saves less there than a fifth of a step.
+            hidden = last = self.states_of(head.backbone, part, share=part.ids.is_cuda and not self.sharded)
         if self.sharded:
             hidden = hidden.clone()  # FSDP2 hooks what a forward pass returns, and a view would lose the hook
         if not values or self.value is None or last is None:
@@ -147,19 +149,6 @@ class Policy(nn.Module):
     def trainable(self) -> dict[str, nn.Parameter]:
         """The parameters that train, by name."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
-
-
-def inputs_of(model: Any, part: Part) -> dict[str, Tensor]:
-    """What a model is called with: ids, mask, and positions that do not count padding, where it takes them."""
-    attention = part.attention.long()
-    found = {"input_ids": part.ids, "attention_mask": attention}
-    return found | accepted(model, position_ids=positions_of(attention))
-
-
-def states_of(backbone: nn.Module, part: Part) -> Tensor:
-    """[n, c, H] states before each token of ``part``."""
-    found: Tensor = backbone(**inputs_of(backbone, part), use_cache=False).last_hidden_state
-    return found[:, part.first - 1 : part.ids.shape[1] - 1]
 
 
 def score(

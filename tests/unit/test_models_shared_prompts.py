@@ -1,0 +1,97 @@
+"""Sequences of one prompt laid out in one row, prompts filled in once, packed weights: the same numbers, less work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from klamp.models import shared_prompts as shared
+from klamp.sampling.batch import Part
+
+FIRST = 5
+# Llama's norm is float32 whatever the model is: its rounding is what is left. GPT-2 is float64 throughout.
+NEAR = {"llama": {"rtol": 1e-5, "atol": 1e-5}, "gpt2": {"rtol": 1e-9, "atol": 1e-9}}
+
+
+def model(name: str, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    if name == "gpt2":
+        drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        config: Any = GPT2Config(n_layer=2, n_head=4, n_embd=32, vocab_size=40, n_positions=32, **drop, **settings)
+        return GPT2LMHeadModel(config).double().eval()
+    fields = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "initializer_range": 0.3}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2}
+    if name == "mistral":
+        return MistralForCausalLM(MistralConfig(vocab_size=40, **fields, **heads, **settings)).eval()
+    return LlamaForCausalLM(LlamaConfig(vocab_size=40, **fields, **heads, **settings)).double().eval()
+
+
+def part(columns: int = 7) -> Part:
+    """Groups of four, two (padded on the left) and one, in no order; sequences that end early."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(1, 40, (7, FIRST + columns), generator=generator)
+    attention = torch.ones_like(ids, dtype=torch.bool)
+    for group in ([0, 2, 3, 6], [1, 5], [4]):
+        ids[group, :FIRST] = ids[group[0], :FIRST].clone()
+    attention[[1, 5], :2] = False
+    ids[1, :2] = 7  # what stands in the padding does not matter
+    attention[0, FIRST + 4 :] = False
+    attention[5, FIRST + 1 :] = False
+    return Part(torch.arange(7), slice(0, columns), ids, attention, attention[:, FIRST:].clone(), FIRST)
+
+
+def found(piece: Part) -> shared.Layout:
+    return shared.layout(piece.ids[:, : piece.first], piece.attention[:, : piece.first])
+
+
+@pytest.mark.parametrize("columns", [7, 2, 1])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_states_and_gradients_are_those_of_whole_sequences(name: str, columns: int) -> None:
+    backbone, piece = model(name).base_model, part(columns)
+    weights = [p for p in backbone.parameters() if p.requires_grad]
+    outcomes = []
+    for states in (shared.states_whole(backbone, piece), shared.states_shared(backbone, piece, found(piece))):
+        assert states.shape == (7, columns, backbone.config.hidden_size)
+        counted = states[piece.mask]
+        up = torch.randn(counted.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+        outcomes.append([counted.detach(), *torch.autograd.grad((counted * up).sum(), weights)])
+    torch.testing.assert_close(outcomes[1], outcomes[0], **NEAR[name])
+    assert shared.agrees(backbone, piece)
+
+
+def test_a_model_that_cannot_keeps_whole_sequences() -> None:
+    piece = part()
+    assert not shared.agrees(model("mistral", sliding_window=4).base_model, piece), "a window would see too much"
+    assert shared.agrees(model("mistral", sliding_window=None).base_model, piece)
+    assert not shared.possible(model("llama", attn_implementation="eager").base_model, piece), "its masks are added"
+    assert not shared.possible(model("llama").bfloat16().base_model, piece), "rounding would read as KL"
+    assert not shared.possible(model("llama", attention_dropout=0.1).train().base_model, piece)
+    assert shared.possible(model("llama", attention_dropout=0.1).base_model, piece)
+    states = shared.Backbone()
+    window = model("mistral", sliding_window=4).base_model
+    torch.testing.assert_close(states(window, piece, share=True), shared.states_whole(window, piece), rtol=0, atol=0)
+
+
+def test_a_model_that_ignores_the_mask_is_found_out() -> None:
+    backbone = model("llama").base_model
+    own = backbone.forward
+    backbone.forward = lambda *args, **given: own(*args, **{k: v for k, v in given.items() if k != "attention_mask"})
+    assert not shared.agrees(backbone, part())
+
+
+def test_it_is_done_where_it_pays() -> None:
+    config, piece = model("llama").config, part()
+    assert not shared.worthwhile(piece, found(piece), config), "groups of 4, 2 and 1 leave holes"
+    same = replace(piece, ids=piece.ids[:1].repeat(8, 1), attention=piece.attention[1:2].repeat(8, 1))
+    assert not shared.worthwhile(same, found(same), LlamaConfig(hidden_size=12, num_attention_heads=2)), (
+        "scores would outweigh it"
+    )
+    assert shared.worthwhile(same, found(same), config)
+    bare = replace(same, ids=same.ids[:, :FIRST], attention=same.attention[:, :FIRST], mask=same.mask[:, :0])
+    assert not shared.worthwhile(bare, found(bare), config), "no token to speak of"
+    alone = replace(piece, ids=piece.ids[[0, 1, 4]], attention=piece.attention[[0, 1, 4]])
+    assert not shared.worthwhile(alone, found(alone), config)
