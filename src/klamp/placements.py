@@ -13,14 +13,13 @@ A KL term in a loss gives the local part at best. The future part is what a toke
 
 from __future__ import annotations
 
-import functools
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from klamp.errors import ConfigError, require_number, unknown
-from klamp.estimators import ALIASES, ESTIMATORS
+from klamp.estimators import named
 from klamp.masked import as_mask, same_shape, select, sum_count, wide
 
 FARTHEST = 40.0
@@ -324,7 +323,7 @@ def check(estimator: object, placement: object, *, allow_biased: bool = False) -
     Raises:
         ConfigError: the pair is refused; the message names the pair to use.
     """
-    pair = _verdict(_estimator_name(estimator), _placement_name(placement))
+    pair = _verdict(str(named(estimator)), _placement_name(placement))
     if pair.accepted or allow_biased:
         return pair
     subject = f"estimator {pair.estimator!r} with placement {pair.placement!r}"
@@ -360,26 +359,22 @@ def _verdict(estimator: str, placement: str) -> Pair:
     return refused(*known.get(estimator, default_reward), f"k1 {placement}, or {BEST}")
 
 
-def _estimator_name(estimator: object) -> str:
-    while isinstance(estimator, functools.partial):  # partial(k3, tail=5.0) is k3
-        estimator = estimator.func
-    name = estimator if isinstance(estimator, str) else str(getattr(estimator, "__name__", estimator))
-    name = name.replace(" ", "_").replace("-", "_")
-    form, plain = name, name
-    for prefix in ("detached_weight_", "weighted_"):
-        if name.startswith(prefix):
-            plain = name.removeprefix(prefix)
-            form = prefix
-    plus = "+" if plain.endswith("+") else ""
-    plain = ALIASES.get(plain.removesuffix("+"), plain.removesuffix("+"))
-    if plain not in ESTIMATORS:
-        raise unknown("estimator", name, [*ESTIMATORS, *ALIASES, "weighted_k1", "weighted_k3", "detached_weight_k2"])
-    return (form if form != name else "") + plain + plus
-
-
 def _placement_name(placement: object) -> str:
     name = placement if isinstance(placement, str) else str(getattr(placement, "__name__", placement))
     full = name if name in PLACEMENTS else f"in_{name}"
     if full not in PLACEMENTS:
         raise unknown("placement", name, PLACEMENTS)
     return full
+
+
+TABLE: tuple[Pair, ...] = (
+    *ACCEPTED,
+    *(_verdict(name, "in_loss") for name in REFUSED_IN_LOSS),
+    *(_verdict(name, "in_reward") for name in REFUSED_IN_REWARD),
+    *(_verdict(name, "in_advantage") for name in REFUSED_IN_ADVANTAGE),
+    _verdict("r_log_r", "in_loss"),
+    _verdict("chi2_minus_kl", "in_loss"),
+    _verdict("absolute", "in_reward"),
+)
+"""The pairs that :func:`check` knows by name and that a token's log-probs or its exact KL make. ``klamp audit`` takes its
+rows from here and finds by enumeration what each descends."""

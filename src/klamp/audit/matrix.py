@@ -9,19 +9,19 @@ from torch import Tensor
 
 from klamp import estimators as e
 from klamp.audit.core import Batch, Term
-from klamp.placements import in_advantage, in_loss, in_reward, sequence_exact
+from klamp.placements import TABLE, Pair, in_advantage, in_loss, in_reward, sequence_exact
 
 Values = Callable[[Batch], Tensor]
 
 
-def sampled(estimator: e.Estimator) -> Values:
-    """Per-token values of an estimator of (logp, ref_logp)."""
-    return lambda b: estimator(b.logp, b.ref_logp)
-
-
-def weighted(estimator: e.Estimator, detach_weight: bool = False) -> Values:
-    """The off-policy form of an estimator."""
-    return lambda b: e.weighted(estimator, b.logp, b.old_logp, b.ref_logp, detach_weight=detach_weight)
+def values_of(name: str) -> Values:
+    """Per-token values of the estimator of that name."""
+    if name == "exact_forward":
+        return lambda b: b.forward_kl
+    if name == "k3_clamped":
+        return lambda b: e.k3_clamped(b.logp, b.ref_logp, limit=1.0)  # 1 nat is within the reach of these small worlds
+    form = e.named(name)
+    return lambda b: form(b.logp, b.ref_logp, old_logp=b.old_logp, kl=b.kl)
 
 
 def stale_k1(batch: Batch) -> Tensor:
@@ -79,35 +79,26 @@ def ratio_objective(b: Batch, advantages: Tensor) -> Tensor:
     return -torch.where(b.mask, ratio * advantages, 0.0).sum()
 
 
-def k3_clamped_at_1(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """The clamp at 1 nat, where these small worlds reach it."""
-    return e.k3_clamped(logp, ref_logp, limit=1.0)
+def term_of(pair: Pair) -> Term:
+    """The KL term of an estimator in a placement."""
+    if pair.placement == "sequence_exact":
+        return sequence(None)
+    return {"in_reward": reward, "in_advantage": advantage, "in_loss": loss}[pair.placement](values_of(pair.estimator))
 
 
-ROWS: dict[str, tuple[bool, Term]] = {
-    "exact · sequence_exact(max_weight=None)": (True, sequence(None)),
+def title(pair: Pair) -> str:
+    """The name of a pair's row."""
+    estimator = pair.estimator.replace("detached_weight_", "detached-weight ").replace("weighted_", "weighted ")
+    estimator = "k3_clamped(limit=1)" if estimator == "k3_clamped" else estimator
+    return f"{estimator} · {pair.placement}{'(max_weight=None)' if pair.placement == 'sequence_exact' else ''}"
+
+
+VARIANTS: dict[str, tuple[bool, Term]] = {
     "exact · sequence_exact, with a value baseline": (True, sequence(None, baseline=True)),
     "exact · sequence_exact(max_weight=2.0)": (True, sequence(2.0)),
-    "k1 · in_reward": (True, reward(sampled(e.k1))),
-    "k1 · in_advantage": (True, advantage(sampled(e.k1))),
-    "exact · in_loss": (True, loss(lambda b: b.kl)),
-    "k2 · in_loss": (True, loss(sampled(e.k2))),
-    "k3+ · in_loss": (True, loss(sampled(e.straight_through(e.k3, e.k2)))),
-    "weighted k1 · in_loss": (True, loss(weighted(e.k1))),
-    "weighted k3 · in_loss": (True, loss(weighted(e.k3))),
-    "detached-weight k2 · in_loss": (True, loss(weighted(e.k2, detach_weight=True))),
     "k1 of the sampler · in_reward": (False, reward(stale_k1)),
-    "k1 · in_loss": (False, loss(sampled(e.k1))),
-    "k3 · in_loss": (False, loss(sampled(e.k3))),
-    "k3_clamped(limit=1) · in_loss": (False, loss(sampled(k3_clamped_at_1))),
-    "weighted k2 · in_loss": (False, loss(weighted(e.k2))),
-    "detached-weight k3 · in_loss": (False, loss(weighted(e.k3, detach_weight=True))),
-    "exact_forward · in_loss": (False, loss(lambda b: b.forward_kl)),
-    "absolute · in_loss": (False, loss(sampled(e.absolute))),
-    "r_log_r · in_loss": (False, loss(sampled(e.r_log_r))),
-    "k2 · in_reward": (False, reward(sampled(e.k2))),
-    "k3 · in_reward": (False, reward(sampled(e.k3))),
-    "absolute · in_reward": (False, reward(sampled(e.absolute))),
-    "exact · in_reward": (False, reward(lambda b: b.kl)),
-    "exact · in_advantage": (False, advantage(lambda b: b.kl)),
 }
+"""Rows that are no pair of their own."""
+
+ROWS: dict[str, tuple[bool, Term]] = {title(pair): (pair.accepted, term_of(pair)) for pair in TABLE} | VARIANTS
+"""Every pair of :data:`klamp.placements.TABLE`, and the variants: whether klamp accepts it, and the term."""

@@ -170,6 +170,12 @@ def check_controller(name: str, controller: object) -> None:
         )
 
 
+def chosen_start(controller: Controller) -> bool:
+    """Whether a controller was made with another first price than its usual one."""
+    start = getattr(controller, "init_beta", None)
+    return start is not None and start != getattr(type(controller), "init_beta", None)
+
+
 def skip(state: S, kl: float, kind: type[State] = State) -> S | None:
     """The state to return when ``kl`` is NaN or infinite: unchanged but for the count. None when ``kl`` is a number.
 

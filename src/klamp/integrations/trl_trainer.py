@@ -16,8 +16,7 @@ from torch import Tensor
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from klamp.errors import ConfigError
-from klamp.estimators import estimator as named_estimator
-from klamp.estimators import weighted
+from klamp.estimators import named
 from klamp.integrations.trl_tokens import (
     Inputs,
     Trainer,
@@ -118,7 +117,8 @@ class KlampGRPOTrainer(GRPOTrainer):
             reference = reference_states(self, seen["forward"], inputs)
             return exact_kl(self, states, head_of(policy_of(self)), reference, inputs)
         ref = select(inputs["ref_per_token_logps"], mask)
-        return _sampled_kl(self.kl_estimator, select(logp, mask), select(self._old(logp, inputs), mask), ref)
+        old = select(self._old(logp, inputs), mask)
+        return named(self.kl_estimator)(select(logp, mask), ref, old_logp=old)
 
     def _term(self, kl: Tensor, beta: float, logp: Tensor, inputs: Inputs) -> Tensor:
         """[B, T] what is added to the loss of each token: beta times the KL, or the ratio times its advantage."""
@@ -163,11 +163,3 @@ def _log_kl(trainer: Trainer, kl: Tensor, inputs: Inputs) -> None:
     """TRL's ``kl`` metric: the mean over counted tokens, over all processes."""
     total, count = reduce(trainer, [list(sum_count(kl.detach(), counted(inputs)))])[0]
     trainer._metrics["train" if trainer.model.training else "eval"]["kl"].append(total / max(count, 1.0))
-
-
-def _sampled_kl(name: str, logp: Tensor, old_logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """An estimator of the sampled tokens by klamp's name, ``weighted_`` and ``detached_weight_`` forms included."""
-    for prefix, detach in (("detached_weight_", True), ("weighted_", False)):
-        if name.startswith(prefix):
-            return weighted(name.removeprefix(prefix), logp, old_logp, ref_logp, detach_weight=detach)
-    return named_estimator(name)(logp, ref_logp)

@@ -21,10 +21,11 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from klamp import __version__, estimators
+from klamp import __version__
 from klamp.control import Control
 from klamp.controllers import Controller, Hold, State
 from klamp.errors import ConfigError, unknown, writing
+from klamp.estimators import named
 from klamp.masked import Unit, check_unit, mean
 
 logger = logging.getLogger("klamp.verl")
@@ -35,11 +36,7 @@ DEFAULT_COEF = 0.001
 """verl's default of ``kl_coef``, which cannot be told from a value that nobody gave."""
 TAIL = 5.0
 """Log-ratio beyond which k2 and k3 go on linearly, as in klamp's trainer."""
-MEASURES: dict[str, Callable[..., Tensor]] = {
-    "k1": estimators.k1,
-    "k2": functools.partial(estimators.k2, tail=TAIL),
-    "k3": functools.partial(estimators.k3, tail=TAIL),
-}
+MEASURES = ("k1", "k2", "k3")
 TRAINERS = {"verl.trainer.ppo.ray_trainer": "RayPPOTrainer", "verl.trainer.ppo.v1.trainer_base": "PPOTrainer"}
 """The classes that write and read verl's checkpoints."""
 ASYNCHRONOUS = "verl.experimental.fully_async_policy.fully_async_trainer"
@@ -114,7 +111,7 @@ class HoldKLController:
     def observe(self, data: Any) -> None:
         """Look at a batch of verl's before its penalty is applied: measure KL, and find the first price."""
         logp, ref_logp, mask = (data.batch[k] for k in ("old_log_probs", "ref_log_prob", "response_mask"))
-        kl = MEASURES[self.settings.estimator](logp.float(), ref_logp.float())
+        kl = named(self.settings.estimator)(logp.float(), ref_logp.float(), tail=TAIL)
         self.measured = float(mean(kl, mask, per=self.settings.per))
         self.spread = _spread(data)
         if not self.told and self.spread > 0:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from klamp.controllers import Controller, Fixed, Hold
+from klamp.controllers import Controller, Fixed
+from klamp.controllers.base import check_controller, chosen_start
 from klamp.errors import ConfigError, require_number, shown, unknown
 from klamp.references import AdapterPath, Base, CheckpointStep, ReferenceSpec, StepLag, parse
 from klamp.train.config import (
@@ -20,8 +21,8 @@ from klamp.train.config import (
     TrainConfig,
 )
 
-COEFFICIENT = float("1.0")
-"""The default of ``kl_penalty_coef``, as an object of its own: a 1.0 that somebody wrote is another."""
+COEFFICIENT = 1.0
+"""The price where neither ``kl_penalty_coef`` nor a controller is given."""
 
 RIGHT_NAMES = {
     "lr": "learning_rate",
@@ -109,7 +110,7 @@ class Arguments:
     """The arguments of one call of ``train``, checked when they are made."""
 
     learning_rate: float
-    kl_penalty_coef: float
+    kl_penalty_coef: float | None
     kl_penalty_reference_step: int | None
     kl_ref_adapter_path: Any
     kl_penalty_source: Literal["current_learner", "sample"]
@@ -129,16 +130,13 @@ class Arguments:
     temperature: float | None
 
     def __post_init__(self) -> None:
-        if self.controller is not None and self.kl_penalty_coef is not COEFFICIENT:
+        if self.controller is not None and self.kl_penalty_coef is not None:
             raise ConfigError(
                 f"controller={self.controller!r} and kl_penalty_coef={self.kl_penalty_coef!r} both set the price. "
                 "Give one of them."
             )
-        if self.controller is not None and not _is_controller(self.controller):
-            raise ConfigError(
-                f"controller must have init() and a pure update(state, kl, n), got {self.controller!r:.80}. Pass "
-                "klamp.Hold(target=0.05, per='token') or another controller of klamp's itself."
-            )
+        if self.controller is not None:
+            check_controller("controller", self.controller)
         for name, choices in (("kl_penalty_source", SOURCES), ("advantages", ADVANTAGES), ("loss_fn", LOSSES)):
             if getattr(self, name) not in choices:
                 raise unknown(name, getattr(self, name), choices)
@@ -153,7 +151,7 @@ class Arguments:
     @property
     def priced(self) -> Controller:
         """What sets the price: the given controller, or the constant coefficient."""
-        return self.controller or Fixed(float(self.kl_penalty_coef))
+        return self.controller or Fixed(COEFFICIENT if self.kl_penalty_coef is None else float(self.kl_penalty_coef))
 
     @property
     def std(self) -> bool:
@@ -209,8 +207,8 @@ class Arguments:
         """k1 in the advantage at the price of the controller, whose target the clamp and the monitor know too."""
         controller = self.priced
         target = getattr(controller, "target", None)
-        # Hold starts from the first batch's spread, unless somebody chose another start.
-        told = isinstance(controller, Hold) and controller.init_beta == Hold.init_beta
+        # What steers to a target may start from the first batch's spread, unless somebody chose another start.
+        told = target is not None and not chosen_start(controller)
         return KLConfig(
             target=target,
             per=getattr(controller, "per", None) or "token",
@@ -249,10 +247,6 @@ def _refuse_other(name: str, value: Any, default: Any) -> None:
             f"{name}={shown(value)} is an argument of ART's that klamp does not have. Leave it out, or at ART's "
             f"default, {default!r}. Choose from: {known}."
         )
-
-
-def _is_controller(controller: object) -> bool:
-    return callable(getattr(controller, "init", None)) and callable(getattr(controller, "update", None))
 
 
 def _whole(name: str, value: Any, way_out: str) -> int:

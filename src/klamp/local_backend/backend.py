@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from klamp import models
 from klamp.controllers import Controller
 from klamp.errors import ConfigError, require_number
-from klamp.local_backend.arguments import COEFFICIENT, Arguments, refuse_unknown
+from klamp.local_backend.arguments import Arguments, refuse_unknown
 from klamp.local_backend.completions import Request
 from klamp.local_backend.open_model import OpenModel
 from klamp.local_backend.trajectories import Choice
@@ -186,7 +186,7 @@ class LocalBackend:
         trajectory_groups: Iterable[Any],
         *,
         learning_rate: float = 5e-6,
-        kl_penalty_coef: float = COEFFICIENT,
+        kl_penalty_coef: float | None = None,
         kl_penalty_reference_step: int | None = None,
         kl_ref_adapter_path: str | os.PathLike[str] | None = None,
         kl_penalty_source: Literal["current_learner", "sample"] = "current_learner",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from klamp import estimators as e
 from klamp.kernels import TokenStats
 from klamp.masked import select, sum_count
-from klamp.objectives import gae, group_advantages, whiten
+from klamp.objectives import gae, group_advantages, to_go, whiten
 from klamp.placements import in_reward
 from klamp.sampling.batch import Part, Rollout
 from klamp.train.config import KLConfig, TrainConfig
@@ -85,45 +85,112 @@ class Measured(Protocol):
 
 def estimate(config: KLConfig, seen: Measured, old_logp: Tensor) -> Tensor:
     """Per-token values of the configured estimator; differentiable where what was ``seen`` is."""
-    return _named(config.estimator, seen, old_logp, config.tail)
-
-
-def _named(name: str, seen: Measured, old: Tensor, tail: float) -> Tensor:
     assert seen.ref_logp is not None, "the learner always has a reference"
-    assert seen.kl is not None, "and its exact KL"
-    logp, ref = seen.logp, seen.ref_logp
-    if name == "exact":
-        return seen.kl
-    if name.startswith("weighted_"):
-        kind = e.estimator(name.removeprefix("weighted_"))
-        return e.weighted(kind, logp, old, ref, tail=tail if kind in (e.k2, e.k3) else None)
-    if name.startswith("detached_weight_"):
-        return e.weighted(name.removeprefix("detached_weight_"), logp, old, ref, detach_weight=True, tail=tail)
-    if name.endswith("+"):
-        value = _named(name.removesuffix("+"), seen, old, tail)
-        return e.straight_through(value.detach(), e.k2(logp, ref, tail=tail))
-    kind = e.estimator(name)
-    return kind(logp, ref, tail=tail) if kind in (e.k2, e.k3) else kind(logp, ref)
+    return e.named(config.estimator)(seen.logp, seen.ref_logp, old_logp=old_logp, kl=seen.kl, tail=config.tail)
+
+
+class Algorithm(Protocol):
+    """From rewards to advantages, and what a price in the reward does to them."""
+
+    values: ClassVar[bool]
+    """Whether a value head is trained, which takes a look at the batch first."""
+    groups: ClassVar[bool]
+    """Whether completions of one prompt are compared: one group that is rewarded alike says nothing."""
+
+    def advantages(
+        self, rollout: Rollout, scored: Scored, look: Look | None, counted: Tensor, beta: float, reduce: Reduce
+    ) -> Prepared:
+        """The advantages of the counted tokens and their spread, at the price ``beta``."""
+        ...
+
+    def in_reward(self, advantages: Tensor, cost: Tensor, beta: float, counted: Tensor) -> Tensor:
+        """``advantages`` of a part in the update, where ``cost`` is priced in the reward."""
+        ...
+
+
+@dataclass(frozen=True)
+class GRPO:
+    """Group advantages of the task reward alone, the same for every token of a sequence."""
+
+    config: TrainConfig
+    values: ClassVar[bool] = False
+    groups: ClassVar[bool] = True
+
+    def advantages(
+        self, rollout: Rollout, scored: Scored, look: Look | None, counted: Tensor, beta: float, reduce: Reduce
+    ) -> Prepared:
+        """``(r - mean) / std`` over the completions of a prompt, or the advantages that were given."""
+        valid = scored.valid.to(counted.device)
+        if scored.advantages is not None:
+            per_sequence = scored.advantages.to(valid.device)
+        else:
+            rewards, std = scored.total.to(valid.device), self.config.algorithm.std
+            per_sequence = group_advantages(rewards, rollout.group_size, std=std, valid=valid)
+        sums = reduce(torch.stack([(per_sequence**2).sum().double(), valid.sum().double()]))
+        spread = float((sums[0] / sums[1].clamp(min=1)).sqrt())
+        return Prepared(select(per_sequence[:, None].expand(counted.shape), counted), counted, spread)
+
+    def in_reward(self, advantages: Tensor, cost: Tensor, beta: float, counted: Tensor) -> Tensor:
+        """The price of the KL to go joins the normalised advantage: the group's deviation does not divide it."""
+        return advantages - beta * to_go(cost.detach(), counted)
+
+
+@dataclass(frozen=True)
+class PPO:
+    """Generalised advantages of the reward at the last counted token, whitened over the step."""
+
+    config: TrainConfig
+    values: ClassVar[bool] = True
+    groups: ClassVar[bool] = False
+
+    def advantages(
+        self, rollout: Rollout, scored: Scored, look: Look | None, counted: Tensor, beta: float, reduce: Reduce
+    ) -> Prepared:
+        """GAE; KL joins the reward where it is placed there, and is divided along with it."""
+        assert look is not None, "PPO looks at the batch first"
+        assert look.values is not None, "and has a value head"
+        config, placed = self.config, self.config.kl.placement == "in_reward"
+        per_token = place_at_end(scored.total.to(counted.device), counted)
+        if placed:
+            per_token = in_reward(per_token, estimate(config.kl, look, look.logp), beta, counted)
+        gamma, lam = config.algorithm.gamma, config.algorithm.lam
+        advantages, returns = gae(per_token, look.values, counted, gamma=gamma, lam=lam)
+        total, count = sum_count(advantages, counted)
+        squares, _ = sum_count(advantages**2, counted)
+        sums = reduce(torch.stack([total.double(), squares.double(), count.double()]))
+        mean = sums[0] / sums[2].clamp(min=1)
+        variance = (sums[1] / sums[2].clamp(min=1) - mean**2).clamp(min=0)
+        white = whiten(advantages, counted, moments=(mean.to(advantages.dtype), variance.to(advantages.dtype)))
+        # A price in the reward is divided along with it; one that joins the white advantages meets a spread of 1.
+        spread = float(variance.sqrt()) if placed else float(float(variance) > 0)
+        return Prepared(white, counted, spread, old_values=look.values, returns=returns)
+
+    def in_reward(self, advantages: Tensor, cost: Tensor, beta: float, counted: Tensor) -> Tensor:
+        """The advantages as they are: they were made of the priced reward."""
+        return advantages
+
+
+ALGORITHMS: dict[str, type[GRPO | PPO]] = {"grpo": GRPO, "ppo": PPO}
+
+
+def algorithm_of(config: TrainConfig) -> Algorithm:
+    """The algorithm that ``algorithm.name`` names."""
+    return ALGORITHMS[config.algorithm.name](config)
 
 
 def needs_look(config: TrainConfig, stale: bool) -> bool:
     """Whether the update must know the whole batch's log-probs beforehand."""
     several = config.algorithm.epochs * config.algorithm.minibatches > 1
-    return several or stale or config.algorithm.name == "ppo" or config.kl.placement == "in_advantage"
+    return several or stale or algorithm_of(config).values or config.kl.placement == "in_advantage"
 
 
 def prepare(
     config: TrainConfig, rollout: Rollout, scored: Scored, look: Look | None, beta: float, reduce: Reduce
 ) -> Prepared:
-    """Advantages for the configured algorithm at the price ``beta``, which only PPO with KL in the reward looks at."""
+    """What the update works with, at the price ``beta``, which only PPO with KL in the reward looks at."""
     valid = scored.valid.to(rollout.mask.device)
     counted = rollout.mask & valid[:, None]
-    rewards = scored.total.to(rollout.mask.device)
-    if config.algorithm.name == "grpo":
-        prepared = _grpo(config, rollout, scored, valid, counted, reduce)
-    else:
-        assert look is not None, "PPO looks at the batch first"
-        prepared = _ppo(config, rewards, look, counted, beta, reduce)
+    prepared = algorithm_of(config).advantages(rollout, scored, look, counted, beta, reduce)
     several = config.algorithm.epochs * config.algorithm.minibatches > 1
     mean = source = None
     if look is not None and config.kl.placement == "in_advantage":
@@ -137,38 +204,6 @@ def prepare(
     old = look.logp if look is not None and several else None
     weights = None if scored.weights is None else scored.weights.to(valid.device)
     return replace(prepared, old_logp=old, kl_mean=mean, source_logp=source, weights=weights)
-
-
-def _grpo(
-    config: TrainConfig, rollout: Rollout, scored: Scored, valid: Tensor, counted: Tensor, reduce: Reduce
-) -> Prepared:
-    """Group advantages of the task reward alone, the same for every token of a sequence."""
-    if scored.advantages is not None:
-        per_sequence = scored.advantages.to(valid.device)
-    else:
-        rewards = scored.total.to(valid.device)
-        per_sequence = group_advantages(rewards, rollout.group_size, std=config.algorithm.std, valid=valid)
-    sums = reduce(torch.stack([(per_sequence**2).sum().double(), valid.sum().double()]))
-    spread = float((sums[0] / sums[1].clamp(min=1)).sqrt())
-    return Prepared(select(per_sequence[:, None].expand(counted.shape), counted), counted, spread)
-
-
-def _ppo(config: TrainConfig, rewards: Tensor, look: Look, counted: Tensor, beta: float, reduce: Reduce) -> Prepared:
-    """Generalised advantages of the reward at the last counted token; KL joins the reward where it is placed there."""
-    per_token = place_at_end(rewards, counted)
-    if config.kl.placement == "in_reward":
-        per_token = in_reward(per_token, estimate(config.kl, look, look.logp), beta, counted)
-    assert look.values is not None
-    advantages, returns = gae(per_token, look.values, counted, gamma=config.algorithm.gamma, lam=config.algorithm.lam)
-    total, count = sum_count(advantages, counted)
-    squares, _ = sum_count(advantages**2, counted)
-    sums = reduce(torch.stack([total.double(), squares.double(), count.double()]))
-    mean = sums[0] / sums[2].clamp(min=1)
-    variance = (sums[1] / sums[2].clamp(min=1) - mean**2).clamp(min=0)
-    white = whiten(advantages, counted, moments=(mean.to(advantages.dtype), variance.to(advantages.dtype)))
-    # A price in the reward is divided along with it; one that joins the white advantages meets a spread of 1.
-    spread = float(variance.sqrt()) if config.kl.placement == "in_reward" else float(float(variance) > 0)
-    return Prepared(white, counted, spread, old_values=look.values, returns=returns)
 
 
 def place_at_end(rewards: Tensor, counted: Tensor) -> Tensor:

@@ -14,14 +14,13 @@ from typing import Any, Literal, cast
 from klamp import models
 from klamp.controllers import Controller, Doubling, Exponential, Fixed, Hold, Ziegler
 from klamp.errors import ConfigError, require_number, shown, unknown
+from klamp.estimators import named
 from klamp.masked import UNITS, Unit
 from klamp.placements import check, refusal
 from klamp.references import parse
 from klamp.train.correction import CorrectionConfig
 from klamp.train.presumed import Presumed, PresumedTarget, PresumedUnit, UsualCount, UsualRate, left_out
 
-NOT_PRICED = ("exact_forward", "top_k_exact", "fitted")
-"""Estimators that are no function of a token's own two log-probs, other than the exact KL."""
 ControllerName = Literal["hold", "ziegler", "exponential", "doubling", "fixed"]
 STEERS = {"hold": Hold, "ziegler": Ziegler, "exponential": Exponential, "doubling": Doubling}
 
@@ -89,7 +88,7 @@ class KLConfig:
         # Other systems' names (full, mse, loss) are accepted and written down as klamp's own.
         object.__setattr__(self, "estimator", pair.estimator)
         object.__setattr__(self, "placement", pair.placement)
-        if pair.estimator.removesuffix("+") in NOT_PRICED:
+        if not named(pair.estimator).prices:
             raise ConfigError(
                 f"‹kl.estimator› {pair.estimator!r} is for measuring; the trainer cannot price it. Use exact."
             )

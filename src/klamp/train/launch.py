@@ -20,6 +20,7 @@ from klamp.models import known_device
 from klamp.models.lora import add_lora, left_out_by_lora
 from klamp.models.policy import Policy, recompute
 from klamp.sampling.families import check_sampled
+from klamp.train.algorithms import algorithm_of
 from klamp.train.config import TrainConfig
 
 
@@ -188,7 +189,7 @@ def build_policy(model: nn.Module, config: TrainConfig) -> Policy:
             p.requires_grad_(True)
     policy = Policy(
         model,
-        value_head=config.algorithm.name == "ppo",
+        value_head=algorithm_of(config).values,
         temperature=config.rollout.temperature,
         lora=not config.full,
     )

@@ -33,7 +33,7 @@ from klamp.references.cache import ReferenceCache
 from klamp.references.states import AdapterOff, Reference, make_reference
 from klamp.sampling.batch import Part, Rollout, parts
 from klamp.sampling.merged_model import ADAPTER, MergedModel
-from klamp.train.algorithms import Look, Prepared, needs_look, prepare
+from klamp.train.algorithms import Look, Prepared, algorithm_of, needs_look, prepare
 from klamp.train.config import TrainConfig
 from klamp.train.control import control_of, warn_near_floor
 from klamp.train.data import mix
@@ -107,7 +107,7 @@ class Learner:
         prepared = prepare(self.config, rollout, scored, look, control.beta if control.started else 0.0, self.reduce)
         if not control.started:
             control = self._first_price(rollout, prepared, anchors)
-            if self.config.algorithm.name == "ppo":  # its advantages may hold the price, which was not known yet
+            if algorithm_of(self.config).values:  # PPO's advantages may hold the price, which was not known yet
                 prepared = prepare(self.config, rollout, scored, look, control.beta, self.reduce)
         if self.config.correction is not None:
             prepared = replace(prepared, sampler_logp=rollout.sampler_logp)
@@ -164,7 +164,7 @@ class Learner:
         return {
             "estimates": {"k3": sums.mean("kl/ref/k3")} if self.config.kl.per == "token" else {},
             "sampler_kl": sums.mean("kl/sampler/k1"),
-            "no_signal": rewards.get("reward/no_signal") if self.config.algorithm.name == "grpo" else None,
+            "no_signal": rewards.get("reward/no_signal") if algorithm_of(self.config).groups else None,
         }
 
     def _kl_metrics(self, sums: Totals, kl: float, control: Control) -> dict[str, float]:

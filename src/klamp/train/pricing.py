@@ -11,10 +11,10 @@ from klamp import estimators as e
 from klamp import trust
 from klamp.kernels import TokenStats
 from klamp.masked import select
-from klamp.objectives import policy_loss, to_go
+from klamp.objectives import policy_loss
 from klamp.placements import in_advantage, in_loss, sequence_exact
 from klamp.sampling.batch import Part
-from klamp.train.algorithms import Prepared, estimate
+from klamp.train.algorithms import Prepared, algorithm_of, estimate
 from klamp.train.config import TrainConfig
 from klamp.train.correction import Corrected, correct
 
@@ -112,18 +112,15 @@ def price_of(
         return Priced(advantages, both.advantage, select(both.local, payers).sum())
     if kl.placement == "in_loss":
         cost = estimate(kl, stats, old if corrected is None else _drawn_at(piece, prepared, stats))
-        sampled = kl.estimator != "exact" and "weight" not in kl.estimator
-        if corrected is not None and sampled:  # its mean is over the token drawn; the exact KL's is not
+        if corrected is not None and e.named(kl.estimator).sampled:
             cost = cost * corrected.weights
         return Priced(advantages, None, in_loss(cost, beta, payers, count=1.0))
     if kl.placement == "in_advantage":
         recorded = prepared.source_logp
         cost = estimate(kl, stats, old) if recorded is None else e.k1(piece.of(recorded), stats.ref_logp)
         return Priced(in_advantage(advantages, cost, beta, counted, mean=prepared.kl_mean), None, nothing)
-    if config.algorithm.name == "grpo":
-        cost = estimate(kl, stats, old).detach()
-        return Priced(advantages - beta * to_go(cost, counted), None, nothing)
-    return Priced(advantages, None, nothing)
+    cost = estimate(kl, stats, old)
+    return Priced(algorithm_of(config).in_reward(advantages, cost, beta, counted), None, nothing)
 
 
 def _drawn_at(piece: Part, prepared: Prepared, stats: TokenStats) -> Tensor:

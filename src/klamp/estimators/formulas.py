@@ -1,15 +1,4 @@
-"""KL estimators: per-token tensors in, per-token nats out, in float32 or wider whatever comes in.
-
-Names: π the policy, ref the reference, μ the sampler; ``d = logp - ref_logp``, the log-ratio of the sampled token.
-Everything estimates KL(π‖ref) unless its name says otherwise. Shapes: [B, T] log-probs, [..., V] logits; nothing is
-broadcast. ``ref_logp`` and ``old_logp`` are constants: no gradient is meant to reach them.
-
-Where a loss gives a token no weight, its gradient is 0 whatever stands there: a NaN, an infinity or an overflow at a
-masked place stays at that place, in the value and in the backward pass (plain autograd makes 0 · inf = NaN of it).
-
-What a value estimates and what its gradient descends are different questions. The second depends on where the value
-is put: :mod:`klamp.placements` says which pairs are right, ``klamp audit`` proves it.
-"""
+"""The formulas of :mod:`klamp.estimators`, each with the gradient that its docstring states."""
 
 from __future__ import annotations
 
@@ -19,28 +8,9 @@ from typing import cast, overload
 import torch
 from torch import Tensor
 
-from klamp.errors import ConfigError, require_number, unknown
-from klamp.masked import as_mask, mean, same_shape, select, sum_count, wide
+from klamp.errors import ConfigError, require_number
+from klamp.masked import as_mask, same_shape, select, wide
 from klamp.numerics import Divergence, StraightThrough, bregman, with_slope
-
-__all__ = [
-    "absolute",
-    "chi2_minus_kl",
-    "estimator",
-    "exact",
-    "exact_forward",
-    "fitted",
-    "k1",
-    "k2",
-    "k3",
-    "k3_clamped",
-    "mean",
-    "r_log_r",
-    "straight_through",
-    "sum_count",
-    "top_k_exact",
-    "weighted",
-]
 
 Estimator = Callable[..., Tensor]
 
@@ -270,7 +240,7 @@ def weighted(
     Returns:
         Nats per token, in the shape of ``logp``.
     """
-    k = _sampled("weighted", estimator)
+    k = sampled("weighted", estimator)
     log_weight = torch.sub(*_pair(logp, old_logp, ("logp", "old_logp")))
     if tail is None:
         weight, kl = log_weight.exp(), k(logp, ref_logp)
@@ -322,45 +292,14 @@ def straight_through(value: Tensor | Estimator, gradient: Tensor | Estimator) ->
     )
 
 
-ESTIMATORS: dict[str, Estimator] = {
-    f.__name__: f
-    for f in (
-        k1,
-        k2,
-        k3,
-        absolute,
-        exact,
-        exact_forward,
-        k3_clamped,
-        r_log_r,
-        top_k_exact,
-        fitted,
-        chi2_minus_kl,
-    )
-}
 NOT_SAMPLED = (exact, exact_forward, top_k_exact, fitted)
 """These are no function of (logp, ref_logp) token by token, so no weight and no other gradient goes with them."""
-ALIASES = {"kl": "k1", "mse": "k2", "abs": "absolute", "full": "exact", "low_var_kl": "k3_clamped"}
 
 
-def estimator(name: str) -> Estimator:
-    """The estimator of that name, klamp's or another system's (``kl mse abs full low_var_kl``).
-
-    Args:
-        name: the name. A ``+`` behind it keeps the value and takes the gradient of k2, as in verl.
-
-    Returns:
-        The function.
-    """
-    plain = str(name).removesuffix("+")
-    found = ESTIMATORS.get(ALIASES.get(plain, plain))
-    if found is None:
-        raise unknown("estimator", name, [*ESTIMATORS, *ALIASES])
-    return straight_through(_sampled(str(name), found), k2) if str(name).endswith("+") else found
-
-
-def _sampled(form: str, k: Estimator | str) -> Estimator:
+def sampled(form: str, k: Estimator | str) -> Estimator:
     """The estimator, refused for ``form`` when it is not one of (logp, ref_logp)."""
+    from klamp.estimators.names import estimator
+
     found = estimator(k) if isinstance(k, str) else k
     if found in NOT_SAMPLED:
         raise ConfigError(
