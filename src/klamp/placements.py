@@ -369,12 +369,12 @@ def _placement_name(placement: object) -> str:
 
 TABLE: tuple[Pair, ...] = (
     *ACCEPTED,
-    *(_verdict(name, "in_loss") for name in REFUSED_IN_LOSS),
+    *(_verdict(name, "in_loss") for name in REFUSED_IN_LOSS if name != "k3_clamped+"),  # refused for its value alone
     *(_verdict(name, "in_reward") for name in REFUSED_IN_REWARD),
     *(_verdict(name, "in_advantage") for name in REFUSED_IN_ADVANTAGE),
     _verdict("r_log_r", "in_loss"),
     _verdict("chi2_minus_kl", "in_loss"),
     _verdict("absolute", "in_reward"),
 )
-"""The pairs that :func:`check` knows by name and that a token's log-probs or its exact KL make. ``klamp audit`` takes its
-rows from here and finds by enumeration what each descends."""
+"""The pairs that :func:`check` knows by name, of what a token's log-probs or its exact KL make. ``klamp audit`` takes
+its rows from here and finds by enumeration what each descends."""

@@ -83,7 +83,6 @@ LABELS = {
     "k1+ · in_loss": (LOCAL, OTHER),
     "k2+ · in_loss": (LOCAL, OTHER),
     "k3+ · in_loss": (LOCAL, OTHER),
-    "k3_clamped+ · in_loss": (LOCAL, OTHER),
     "weighted k1 · in_loss": (LOCAL, LOCAL_MU),
     "weighted k3 · in_loss": (LOCAL, LOCAL_MU),
     "detached-weight k2 · in_loss": (LOCAL, LOCAL_MU),
@@ -123,11 +122,7 @@ def test_every_pair_that_is_known_by_name_has_a_row() -> None:
     assert len(rows) == len(TABLE)
     accepted = {(pair.estimator, pair.placement) for pair in TABLE if pair.accepted}
     names = [*klamp.estimators.ESTIMATORS, "weighted_k1", "weighted_k2", "weighted_k3", "detached_weight_k1"]
-    names += [
-        "detached_weight_k2",
-        "detached_weight_k3",
-        *(f"{k}+" for k in ("k1", "k2", "k3", "k3_clamped", "absolute")),
-    ]
+    names += ["detached_weight_k2", "detached_weight_k3", "k1+", "k2+", "k3+", "k3_clamped+", "absolute+"]
     for name in names:
         for placement in PLACEMENTS:
             assert klamp.check(name, placement, allow_biased=True).accepted == ((name, placement) in accepted)
@@ -149,13 +144,7 @@ def test_the_verdicts_of_check_say_what_the_audit_finds(matrix: dict[str, Findin
             continue
         pair = klamp.check(estimator, placement, allow_biased=True)
         if finding.descends_on in (SEQUENCE, LOCAL):
-            # k3_clamped+ is refused for its value, not for what it descends.
-            same = (
-                pair.on_policy.startswith(finding.descends_on)
-                if not pair.accepted
-                else pair.on_policy == finding.descends_on
-            )
-            assert same, name
+            assert pair.on_policy == finding.descends_on, name
         if finding.descends_on == FORWARD:
             assert pair.on_policy.startswith("KL(ref‖π)"), name
         assert pair.on_policy.startswith("nothing:") == (finding.descends_on == "nothing"), name
