@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from klamp.train import reading
+from klamp.train import kl_measurement
 from klamp.train.config import KLConfig, OptimConfig, RolloutConfig, TrainConfig
+from klamp.train.kl_measurement import Reading, carried
 from klamp.train.loop import Trainer
-from klamp.train.reading import Reading, carried
 
 TARGET = 0.05
 
@@ -58,7 +58,7 @@ def noise(prompts: int, args: argparse.Namespace) -> dict[str, list[float]]:
 
     def both(self: Reading, began: float, far: Any) -> float:
         whole = self.now(self.rows).mean
-        rows = self.rows[:: reading.stride_of(self.sequences, reading.ENOUGH)]
+        rows = self.rows[:: kl_measurement.stride_of(self.sequences, kl_measurement.ENOUGH)]
         before, after = self.before(rows).mean, self.now(rows).mean
         if began > TARGET / 4:
             found["carried"].append(carried(began, before, after) / whole - 1)
@@ -75,7 +75,7 @@ def noise(prompts: int, args: argparse.Namespace) -> dict[str, list[float]]:
 def held(prompts: int, args: argparse.Namespace, *, full: bool) -> tuple[float, float, float, float]:
     """Largest KL over its limit and share of steps in band, the steps clamped, and the share that was measured."""
     highest, band, clamped, shares = 0.0, [], [], []
-    with mock.patch.object(reading, "SPARSE", 1 if full else reading.SPARSE):
+    with mock.patch.object(kl_measurement, "SPARSE", 1 if full else kl_measurement.SPARSE):
         for seed in range(args.seeds):
             kls = []
             for metrics in run(prompts, seed, args):
@@ -99,7 +99,7 @@ def main() -> None:
     print("noise of a reading, % (root mean square)")
     for prompts in sizes:
         found = noise(prompts, args)
-        measured = 8 * prompts // reading.stride_of(8 * prompts, reading.ENOUGH)
+        measured = 8 * prompts // kl_measurement.stride_of(8 * prompts, kl_measurement.ENOUGH)
         rms = {k: 100 * math.sqrt(statistics.mean(x * x for x in v)) for k, v in found.items()}
         print(
             f"  {measured:3} of {8 * prompts:3} sequences, {len(found['level'])} steps: change {rms['carried']:.2f}, "

@@ -18,9 +18,8 @@ from endpoint_tools import CALL, QUESTION, REPLY, TEMPLATE, TOOL, connect, conve
 from klamp import models
 from klamp.serve.app import make_app
 from klamp.serve.engine import Limits
-from klamp.serve.saved_models import SavedModels
+from klamp.serve.saved_models import SavedModels, Standalone
 from klamp.serve.server import Server
-from klamp.serve.standalone import Standalone
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import torch
 from endpoint_tools import QUESTION, REPLY, TOOL, connect, connect_async, plain_logp
 
 from klamp import models
-from klamp.serve.standalone import Standalone
+from klamp.serve.saved_models import Standalone
 
 pytestmark = pytest.mark.slow
 

@@ -277,7 +277,7 @@ def test_a_family_that_is_not_known_takes_transformers_cache(tmp_path: Path, mon
 
 
 def test_a_model_that_does_not_see_padding_is_found_by_the_probe() -> None:
-    from klamp.sampling.probe import check_decoding
+    from klamp.sampling.families import check_decoding
 
     model: Any = build("llama")
     check_decoding(model)

@@ -56,8 +56,7 @@ def serve(
         import torch
 
         from klamp.models import known_device
-        from klamp.serve.saved_models import SavedModels
-        from klamp.serve.standalone import Standalone
+        from klamp.serve.saved_models import SavedModels, Standalone
 
         assert model is not None
         place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else str(known_device(device))

@@ -19,9 +19,8 @@ from klamp.distributed import settle, whole
 from klamp.errors import ConfigError
 from klamp.kernels import backend
 from klamp.sampling.decoder_layers import step_layers
-from klamp.sampling.families import check_sampled, is_fast
+from klamp.sampling.families import check_decoding, check_sampled, is_fast
 from klamp.sampling.fast_modules import lean_decoding, lora_layers
-from klamp.sampling.probe import check_decoding
 
 ADAPTER = "default"
 """Name of the trained adapter inside the peft model."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from klamp.errors import ConfigError
 from klamp.references.folders import saved_steps
 from klamp.sampling.families import check_sampled
 from klamp.sampling.sampler import context_of, end_ids
-from klamp.serve.engine import STEPS_IN_MEMORY, Model, split_step
+from klamp.serve.engine import STEPS_IN_MEMORY, Engine, Limits, Model, Request, split_step
 
 
 class SavedModels:
@@ -89,3 +90,54 @@ def _base_of(place: str) -> str | None:
 
 def _step_folder(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:06d}"
+
+
+class Standalone:
+    """The door of :class:`~klamp.serve.saved_models.SavedModels`; one thread decodes."""
+
+    def __init__(self, saved: SavedModels, limits: Limits) -> None:
+        self.saved, self.engine = saved, Engine(saved, limits)
+        self.ready = threading.Condition()
+        self.closed = False
+        self.thread = threading.Thread(target=self._run, name="klamp-engine", daemon=True)
+        self.thread.start()
+
+    @property
+    def tokenizer(self) -> Any:
+        """For the text of tokens."""
+        return self.saved.tokenizer
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """Tokens that end a sequence."""
+        return self.saved.encoder.end
+
+    def names(self) -> list[str]:
+        """The model and its saved steps."""
+        return self.saved.names()
+
+    def find(self, name: str) -> Standalone | None:
+        """Itself, where ``name`` is its own, with or without a step that is saved."""
+        base, step = split_step(name)
+        return self if name == self.saved.name or (step is not None and base == self.saved.name) else None
+
+    def submit(self, request: Request) -> None:
+        """Begin a request, or raise Busy."""
+        self.engine.submit(request)
+        with self.ready:
+            self.ready.notify()
+
+    def close(self) -> None:
+        """End the thread after what runs."""
+        self.closed = True
+        with self.ready:
+            self.ready.notify()
+        self.thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self.ready:
+                self.ready.wait_for(lambda: self.closed or self.engine.waiting)
+            if self.closed:
+                return
+            self.engine.run(lambda: self.closed)

@@ -32,8 +32,8 @@ from klamp.errors import CheckpointError, ConfigError, KlampError, ReferencePoli
 from klamp.references import CheckpointStep, StepLag, parse
 from klamp.references.folders import folder_of, saved_steps
 from klamp.sampling.merged_model import ADAPTER
+from klamp.train.checkpoint_tensors import Contents, collect, not_finite, restore_moments
 from klamp.train.config import TrainConfig
-from klamp.train.contents import Contents, collect, not_finite, restore_moments
 from klamp.train.data import mix
 from klamp.train.learner import Learner
 from klamp.train.model_card import model_card

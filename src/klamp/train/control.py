@@ -6,7 +6,7 @@ from klamp.control import Control
 from klamp.controllers import Controller
 from klamp.monitor import Monitor, logger
 from klamp.train.config import KLConfig
-from klamp.train.floor import WARN
+from klamp.train.kl_measurement import WARN
 
 
 def control_of(kl: KLConfig, controller: Controller | None = None) -> Control:

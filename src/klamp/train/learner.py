@@ -37,12 +37,11 @@ from klamp.train.algorithms import Look, Prepared, algorithm_of, needs_look, pre
 from klamp.train.config import TrainConfig
 from klamp.train.control import control_of, warn_near_floor
 from klamp.train.data import mix
-from klamp.train.floor import measure_floor, reads_rounding
+from klamp.train.kl_measurement import Reading, Sums, measure_floor, moments, reads_rounding, relative_error
 from klamp.train.launch import shard_like_policy
 from klamp.train.metrics import Tally, Totals, band, clamp_metrics, reward_metrics, sampler_gap
-from klamp.train.optim import adamw, share_of_rate
+from klamp.train.optimizer import adamw, share_of_rate
 from klamp.train.pricing import gradient_of, policy_term
-from klamp.train.reading import Reading, Sums, moments, relative_error
 from klamp.train.rewards import Scored
 
 PER_TOKEN = ("kl/ref/exact", "kl/ref/k1", "kl/ref/k3", "kl/sampler/k1", "kl/sampler/k3", "rollout/gap")

@@ -24,19 +24,17 @@ from klamp.chat import as_text
 from klamp.errors import ConfigError, KlampError, TrainingError
 from klamp.references import parse
 from klamp.references.states import check_reference
-from klamp.sampling.ahead import Ahead
 from klamp.sampling.batch import Rollout
 from klamp.sampling.sampler import context_of
-from klamp.sampling.server_sampler import ServerSampler
+from klamp.sampling.server_sampler import Ahead, ServerSampler
 from klamp.train import checkpoint, data
 from klamp.train.config import TrainConfig
 from klamp.train.display import Display, opening
-from klamp.train.launch import build_policy, check_tracker, make_accelerator
+from klamp.train.launch import build_policy, check_tracker, make_accelerator, make_sampler
 from klamp.train.learner import Learner, Outcome
 from klamp.train.preflight import preflight
 from klamp.train.rewards import RewardFunction, Scorer
 from klamp.train.run_folder import Changes, RunFolder
-from klamp.train.samplers import make_sampler
 
 
 class Trainer:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from klamp.train.reading import ENOUGH, FEWEST, SPARSE, Reading, Sums, carried, stride_of
+from klamp.train.kl_measurement import ENOUGH, FEWEST, SPARSE, Reading, Sums, carried, stride_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -150,7 +150,7 @@ def test_near_the_limit_a_share_holds_kl_as_well(trainer: Any, monkeypatch: Any)
     """The same run with all sequences and with a quarter of them: KL goes alike, and the clamp acts in both."""
     runs = {}
     for sparse in (1, SPARSE):
-        monkeypatch.setattr("klamp.train.reading.SPARSE", sparse)
+        monkeypatch.setattr("klamp.train.kl_measurement.SPARSE", sparse)
         made = trainer(
             optim={"lr": 3e-3}, rollout={"prompts": 8, "group_size": 8}, kl={"target": 0.01, "per": "token"}, steps=20
         )
