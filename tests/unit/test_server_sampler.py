@@ -14,7 +14,7 @@ import torch
 from klamp.errors import ConfigError, SamplerError, TrainingError
 from klamp.sampling import vllm_server
 from klamp.sampling.vllm_server import Request, Server, _check, _completions
-from klamp.train.correction import CorrectionConfig
+from klamp.train.config import CorrectionConfig
 from server_stub import Stub, late, serving
 
 pytestmark = pytest.mark.slow

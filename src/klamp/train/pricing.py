@@ -15,8 +15,7 @@ from klamp.objectives import policy_loss
 from klamp.placements import in_advantage, in_loss, sequence_exact
 from klamp.sampling.batch import Part
 from klamp.train.algorithms import Prepared, algorithm_of, estimate
-from klamp.train.config import TrainConfig
-from klamp.train.correction import Corrected, correct
+from klamp.train.config import USUAL_LIMIT, CorrectionConfig, TrainConfig
 
 
 class Priced(NamedTuple):
@@ -128,3 +127,31 @@ def _drawn_at(piece: Part, prepared: Prepared, stats: TokenStats) -> Tensor:
     assert prepared.sampler_logp is not None, "only a corrected step asks"
     recorded = piece.of(prepared.sampler_logp).to(stats.logp.dtype)
     return torch.where(torch.isfinite(recorded), recorded, stats.logp.detach())
+
+
+class Corrected(NamedTuple):
+    """What a part's tokens count for in the policy loss, [n, c] each, without gradient."""
+
+    weights: Tensor
+    stays: Tensor
+    """Tokens that are not left out."""
+    truncated: Tensor
+    """Tokens whose weight was cut."""
+
+
+def correct(
+    config: CorrectionConfig, logp: Tensor, sampler_logp: Tensor, counted: Tensor, advantages: Tensor
+) -> Corrected:
+    """Weights and mask for tokens with the trainer's ``logp`` before the update and the sampler's ``sampler_logp``."""
+    limit = USUAL_LIMIT if config.limit is None else config.limit
+    nothing = torch.zeros_like(counted)
+    if config.kind == "truncate":
+        w = trust.weights(logp, sampler_logp, counted)
+        cut = trust.truncate(w, limit, per=config.per, keep=counted)
+        whole = trust.truncate(w, torch.finfo(w.dtype).max, per=config.per, keep=counted)
+        return Corrected(cut, counted, counted & (whole > limit))
+    kind: dict[str, trust.Kind] = {"mask_ratio": "ratio", "mask_tv": "tv", "mask_kl": "kl"}
+    stays = trust.mask(
+        logp, sampler_logp, counted, kind=kind[config.kind], limit=limit, side=config.side, advantages=advantages
+    )
+    return Corrected(trust.weights(logp, sampler_logp, stays), stays, nothing)

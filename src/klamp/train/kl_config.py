@@ -1,0 +1,177 @@
+"""How KL is measured, priced, steered and clamped: the settings ``kl.*``."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from klamp.controllers import Controller, Doubling, Exponential, Fixed, Hold, Ziegler
+from klamp.errors import ConfigError, require_number, shown, unknown
+from klamp.estimators import named
+from klamp.masked import UNITS, Unit
+from klamp.placements import check, refusal
+from klamp.references import parse
+from klamp.train.presumed import Presumed, PresumedTarget, PresumedUnit
+
+ControllerName = Literal["hold", "ziegler", "exponential", "doubling", "fixed"]
+STEERS = {"hold": Hold, "ziegler": Ziegler, "exponential": Exponential, "doubling": Doubling}
+
+
+@contextlib.contextmanager
+def _within(part: str) -> Iterator[None]:
+    """Errors about ``reference`` become errors about ``kl.reference``."""
+    try:
+        yield
+    except ConfigError as error:
+        raise error.within(part) from None
+
+
+TOKEN = cast(Unit, PresumedUnit("token"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLConfig:
+    """How KL is measured, priced, steered and clamped."""
+
+    target: float | None = PresumedTarget(0.05)
+    """KL to hold, in nats per `per`, which must be given with it. None: no target, beta stays where it is."""
+    per: Unit | None = TOKEN
+    """Unit of target, limit and the KL that steers: token, sequence (its sum) or sequence_mean (its mean)."""
+    controller: ControllerName = "hold"
+    """What steers beta: hold, ziegler, exponential, doubling or fixed."""
+    beta: float | None = None
+    """The price: constant with `fixed`, the first one otherwise. None: Hold starts from the first batch's spread."""
+    horizon: float = 10_000
+    """Ziegler's horizon, in sequences."""
+    gain: float = 0.1
+    """Gain of the exponential rule, per nat."""
+    estimator: str = "exact"
+    """What is priced: exact, k1, k2, k1+, k3+, weighted_k1, weighted_k3 or detached_weight_k2."""
+    placement: str = "sequence_exact"
+    """Where the price enters: sequence_exact, in_reward, in_advantage or in_loss."""
+    source: Literal["current_learner", "sample"] = "current_learner"
+    """Whose log-probs `in_advantage` takes k1 of: the policy's, or those the sampler recorded with the tokens."""
+    allow_biased: bool = False
+    """Accept a pair of estimator and placement that does not descend KL(π‖ref)."""
+    clamp: bool = True
+    """Scale the update back when it carries KL past the limit."""
+    limit: float | None = None
+    """KL the clamp holds on fresh samples, in nats per `per`. None: 1.1 times the target."""
+    clamp_share: float = 1.0
+    """Share of the step's sequences on which KL is measured after the update."""
+    reference: str = "base"
+    """base, model:NAME, step:N, adapter:FOLDER, lag:N, ema:DECAY or periodic:N."""
+    reference_on_cpu: bool = False
+    """Keep a second model in CPU memory and bring it over for each step."""
+    max_weight: float | None = 2.0
+    """Truncation of the prefix ratios of sequence_exact when samples are stale. None: exact."""
+    tail: float = 5.0
+    """Log-ratio beyond which k2 and k3 go on linearly."""
+
+    def __post_init__(self) -> None:
+        with _within("kl"):
+            object.__setattr__(self, "reference", str(parse(self.reference)))
+            pair = check(self.estimator, self.placement, allow_biased=True)
+        if not (pair.accepted or self.allow_biased):
+            subject = f"‹kl.estimator={pair.estimator}› with ‹kl.placement={pair.placement}›"
+            said = refusal(subject, pair.on_policy, pair.instead)
+            raise ConfigError(f"{said}, or ‹kl.allow_biased=true› to reproduce another system.")
+        # Other systems' names (full, mse, loss) are accepted and written down as klamp's own.
+        object.__setattr__(self, "estimator", pair.estimator)
+        object.__setattr__(self, "placement", pair.placement)
+        if not named(pair.estimator).prices:
+            raise ConfigError(
+                f"‹kl.estimator› {pair.estimator!r} is for measuring; the trainer cannot price it. Use exact."
+            )
+        if self.source not in ("current_learner", "sample"):
+            raise unknown("kl.source", self.source, ("current_learner", "sample"))
+        if self.source == "sample" and (pair.estimator, pair.placement) != ("k1", "in_advantage"):
+            raise ConfigError(
+                f"‹kl.source='sample'› goes with k1 in_advantage only, not with {pair.estimator} {pair.placement}. "
+                "Leave it at current_learner."
+            )
+        self._check_unit()
+        if self.target is None and self.controller != "fixed":
+            raise ConfigError(
+                f"‹kl.target› is missing for ‹kl.controller={self.controller!r}›. Give a target in nats per "
+                f"{self.per}, or use ‹kl.controller=fixed› with ‹kl.beta›."
+            )
+        if self.controller == "fixed" and self.beta is None:
+            raise ConfigError(
+                "‹kl.beta› is missing for ‹kl.controller='fixed'›. Give the constant price; 0 only measures."
+            )
+        if self.limit is not None:
+            require_number("kl.limit", self.limit, above=0, way_out="It is a KL; leave it out for 1.1 x the target.")
+        if not 0 < self.clamp_share <= 1:
+            raise ConfigError(
+                f"‹kl.clamp_share› must be in (0, 1], got {self.clamp_share!r}. 1.0 measures every sequence."
+            )
+        self._check_numbers()
+        self.make_controller()
+
+    def _check_unit(self) -> None:
+        """A KL of one's own has a unit of one's own: 0.05 per token and 0.05 per sequence are different wishes."""
+        units = "‹kl.per=token›, ‹kl.per=sequence› (the sum over a sequence) or ‹kl.per=sequence_mean›"
+        own = {"kl.target": self.target, "kl.limit": self.limit}
+        for name, value in own.items():
+            if value is not None and not isinstance(value, Presumed) and isinstance(self.per, Presumed | None):
+                raise ConfigError(f"‹{name}› {shown(value)} has no unit: nats per what? Add {units}.")
+        if self.per not in (*UNITS, None):
+            raise unknown("kl.per", self.per, UNITS)
+        if self.per is None and (self.target is not None or self.controller != "fixed"):
+            raise ConfigError(f"‹kl.per› is None, and a KL has a unit. Give {units}.")
+        if isinstance(self.target, PresumedTarget) and self.per != "token":
+            raise ConfigError(
+                f"‹kl.per={self.per}› needs a ‹kl.target› in nats per {self.per}: the target of 0.05, which holds "
+                "where none is given, is per token."
+            )
+
+    def _check_numbers(self) -> None:
+        """What the controllers check too, in the words of the configuration."""
+        if self.target is not None:
+            way_out = (
+                f"It is a KL in nats per {self.per}; for a constant price use ‹kl.controller=fixed› with ‹kl.beta›."
+            )
+            require_number("kl.target", self.target, above=0, way_out=way_out)
+        if self.controller == "fixed":
+            require_number("kl.beta", self.beta, at_least=0, way_out="A price is never negative; 0 only measures.")
+        elif self.beta is not None:
+            require_number(
+                "kl.beta", self.beta, above=0, way_out="It is the first price; leave it out for a usual one."
+            )
+        if self.controller == "ziegler":
+            require_number("kl.horizon", self.horizon, above=0, way_out="It is counted in sequences; 10000 is usual.")
+        if self.controller == "exponential":
+            require_number("kl.gain", self.gain, above=0, way_out="It is per nat; 0.1 is usual.")
+        low, high = getattr(STEERS.get(self.controller), "bounds", None) or (0.0, math.inf)
+        if self.beta is not None and not low <= self.beta <= high:
+            raise ConfigError(
+                f"‹kl.beta› must lie in [{low:g}, {high:g}] for ‹kl.controller={self.controller}›, got {self.beta!r}. "
+                "Give another, or use ‹kl.controller=fixed›."
+            )
+
+    def make_controller(self) -> Controller:
+        """The controller these settings describe."""
+        beta: dict[str, Any] = {} if self.beta is None else {"init_beta": self.beta}
+        target = 0.0 if self.target is None else self.target
+        if self.controller == "fixed":
+            return Fixed(0.0 if self.beta is None else self.beta)
+        if self.controller == "hold":
+            return Hold(target, self.per, **beta)
+        if self.controller == "ziegler":
+            return Ziegler(target, self.per, horizon=self.horizon, **beta)
+        if self.controller == "exponential":
+            return Exponential(target, self.per, gain=self.gain, **beta)
+        if self.controller == "doubling":
+            return Doubling(target, self.per, **beta)
+        raise unknown("kl.controller", self.controller, ("hold", "ziegler", "exponential", "doubling", "fixed"))
+
+    @property
+    def clamp_limit(self) -> float | None:
+        """The limit the clamp holds, or None when there is none to hold."""
+        if not self.clamp:
+            return None
+        return self.limit if self.limit is not None else None if self.target is None else 1.1 * self.target
