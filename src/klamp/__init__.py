@@ -15,14 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from klamp.audit import Finding, audit_function, audit_matrix
-    from klamp.clamp import (
-        Clamped,
-        Gauge,
-        lora_scaler,
-        scale_for,
-        snapshot,
-        weights_scaler,
-    )
+    from klamp.clamp import Clamped, Gauge, lora_scaler, scale_for, snapshot, weights_scaler
     from klamp.clamp import clamp as clamp_kl
     from klamp.compat import kl_controller
     from klamp.control import Control

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from klamp.clamp import LIMIT, Clamped, Gauge, Scaler, no_farther
+from klamp.clamp import LIMIT, Clamped, Scaler, no_farther
 from klamp.clamp import clamp as clamp_kl
 from klamp.control_state import ControlState, Reading, is_kl
 from klamp.controllers.base import (
@@ -34,6 +34,7 @@ from klamp.controllers.base import (
     observed,
 )
 from klamp.errors import ConfigError, require_number
+from klamp.gauge import Gauge
 from klamp.monitor import Alarm, Monitor, MonitorState
 
 FAR = 4.0

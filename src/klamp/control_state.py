@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from klamp.clamp import Clamped, GaugeState
+from klamp.clamp import Clamped
 from klamp.controllers.base import State
 from klamp.errors import ConfigError, require_number, shown
+from klamp.gauge import GaugeState
 from klamp.json_state import from_plain
 from klamp.monitor import MonitorState
 

@@ -18,7 +18,7 @@ ROOT = Path(klamp.__file__).parent
 LAYERS = [
     # the library: torch alone
     {"errors", "numerics", "distributed"},
-    {"masked", "chat", "jsonl", "json_state", "user_functions"},
+    {"masked", "gauge", "chat", "jsonl", "json_state", "user_functions"},
     {"estimators", "controllers", "clamp", "objectives"},
     {"placements", "trust", "kernels", "monitor"},
     {"control_state"},

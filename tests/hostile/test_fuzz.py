@@ -21,11 +21,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from klamp import State, jsonl, references
-from klamp.clamp import Clamped, GaugeState
+from klamp.clamp import Clamped
 from klamp.cli import main
 from klamp.controllers import Hold
 from klamp.errors import ConfigError, KlampError
 from klamp.experiments import compare, sweep_grammar
+from klamp.gauge import GaugeState
 from klamp.json_state import from_plain
 from klamp.monitor import Monitor
 from klamp.train import data, rewards

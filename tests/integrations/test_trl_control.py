@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from klamp import Fixed, Hold, Ziegler
-from klamp.clamp import Clamped, Gauge, GaugeState
+from klamp.clamp import Clamped
+from klamp.gauge import Gauge, GaugeState
 from klamp.integrations.trl import KlampGRPOTrainer, KLControl
 from klamp.integrations.trl_control import LIMIT, MOVED, SAVED
 from klamp.integrations.trl_tokens import OwnKL, counted, policy_of, text_of

@@ -12,17 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from klamp.clamp import (
-    Clamped,
-    Gauge,
-    GaugeState,
-    clamp,
-    lora_scaler,
-    scale_for,
-    snapshot,
-    weights_scaler,
-)
+from klamp.clamp import Clamped, clamp, lora_scaler, scale_for, snapshot, weights_scaler
 from klamp.errors import ConfigError
+from klamp.gauge import Gauge, GaugeState
 
 
 class Line:

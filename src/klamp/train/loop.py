@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -32,6 +31,7 @@ from klamp.train.config import TrainConfig
 from klamp.train.display import Display, opening
 from klamp.train.launch import build_policy, check_tracker, make_accelerator, make_sampler
 from klamp.train.learner import Learner, Outcome
+from klamp.train.metrics import Clock
 from klamp.train.preflight import preflight
 from klamp.train.rewards import RewardFunction, Scorer
 from klamp.train.run_folder import Changes, RunFolder
@@ -267,29 +267,6 @@ def train_policy(
         The metrics of the last step.
     """
     return Trainer(config, rewards=rewards, quiet=quiet).run()
-
-
-class Clock:
-    """Seconds of the parts of a step."""
-
-    def __init__(self) -> None:
-        self.begun = self.last = time.perf_counter()
-        self.laps: dict[str, float] = {}
-
-    def lap(self, name: str) -> None:
-        """The time since the last lap belongs to ``name``."""
-        now = time.perf_counter()
-        self.laps[name] = now - self.last
-        self.last = now
-
-    def metrics(self, tokens: float) -> dict[str, float]:
-        """``time/*`` of the step."""
-        total = self.last - self.begun
-        return {
-            **{f"time/{k}": v for k, v in self.laps.items()},
-            "time/step": total,
-            "time/tokens_per_second": tokens / total,
-        }
 
 
 class Stop:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -124,3 +125,26 @@ def clamp_metrics(control: Control, share: float) -> dict[str, float]:
         "kl/clamp/level": control.state.gauge.level,
         "kl/clamp/share": share,
     }
+
+
+class Clock:
+    """Seconds of the parts of a step."""
+
+    def __init__(self) -> None:
+        self.begun = self.last = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        """The time since the last lap belongs to ``name``."""
+        now = time.perf_counter()
+        self.laps[name] = now - self.last
+        self.last = now
+
+    def metrics(self, tokens: float) -> dict[str, float]:
+        """``time/*`` of the step."""
+        total = self.last - self.begun
+        return {
+            **{f"time/{k}": v for k, v in self.laps.items()},
+            "time/step": total,
+            "time/tokens_per_second": tokens / total,
+        }
