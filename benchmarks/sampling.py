@@ -2,6 +2,7 @@
 
     python benchmarks/sampling.py                               # a CPU: 8 completions of 32 tokens, 6 layers of 256
     python benchmarks/sampling.py --hidden 1024 --layers 24 --rows 128 --tokens 128      # a GPU, in bfloat16
+    python benchmarks/sampling.py --shape 8b             # a LoRA's sampler beside the least it can take, on an H200
 
 Weights are random and completions run to the last token, so every family does the same number of steps. ``--plain``
 adds transformers' own cache for each, which is what a family outside the static cache takes. On a CPU it is the
@@ -11,12 +12,14 @@ processor's time, on a GPU the wall clock's.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from typing import Any
 
 import torch
 
+import shapes
 from klamp.sampling.decode import Decoder
 from klamp.sampling.merged_model import MergedModel
 
@@ -84,6 +87,39 @@ def now(args: argparse.Namespace) -> float:
     return time.process_time()  # other work on the machine does not count
 
 
+@torch.no_grad()
+def beside_limits(name: str) -> None:
+    """Seconds for 32 and 128 sequences of 256 and 1024 tokens after prompts of 12 and 512, eight to a prompt."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from klamp.models.policy import Policy
+
+    shape = shapes.SHAPES[name]
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(shapes.make(name)), dtype=torch.bfloat16)
+    adapted = get_peft_model(model.eval(), LoraConfig(r=16, target_modules="all-linear"))
+    merged = MergedModel(Policy(adapted, value_head=False, temperature=1.0, lora=True))
+    for rows, tokens, prompt in itertools.product((32, 128), (256, 1024), (12, 512)):
+        decoder = Decoder(merged.model, 1.0, 1.0, (), 0, fast=True)
+        ids = torch.randint(3, shape.vocabulary, (rows // 8, prompt), device="cuda").repeat_interleave(8, 0)
+        attention, generator = torch.ones_like(ids, dtype=torch.bool), torch.Generator("cuda").manual_seed(0)
+        steps = decoder._steps(rows, prompt, tokens)
+        steps.prefill(ids, attention)
+        steps.step(ids[:, 0])  # the graph is captured
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        decoder.run(ids, attention, tokens, generator)
+        torch.cuda.synchronize()
+        took, limit = time.perf_counter() - began, shape.sampling(rows, prompt, tokens)
+        print(
+            f"{name} {rows:4} x {tokens:5} after {prompt:4}: {took:7.3f} s, limit {limit:6.3f}: {took / limit:5.2f}",
+            flush=True,
+        )
+        del decoder, steps
+        torch.cuda.empty_cache()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in (
@@ -98,7 +134,11 @@ def main() -> None:
     parser.add_argument("--families", default=",".join(FAMILIES))
     parser.add_argument("--plain", action="store_true", help="time transformers' own cache too")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--shape", choices=shapes.SHAPES, help="sizes of a Llama, beside the least it can take")
     args = parser.parse_args()
+    if args.shape:
+        beside_limits(args.shape)
+        return
     first = None
     for family in args.families.split(","):
         merged = MergedModel(Whole(build(family, args)))

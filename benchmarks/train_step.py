@@ -73,7 +73,9 @@ def klamp_trainer(args: argparse.Namespace, prompts: Path, kl: KLConfig) -> Trai
         save_every=10_000,
         # TRL takes a prompt that is text as it is; with the chat template klamp's would be four times as long.
         rollout=RolloutConfig(prompts=args.completions // GROUP, group_size=GROUP, max_tokens=args.tokens, chat=False),
-        optim=OptimConfig(lr=args.lr),
+        optim=OptimConfig(
+            lr=args.lr, micro_batch=getattr(args, "micro_batch", 0), checkpointing=getattr(args, "checkpointing", False)
+        ),
         lora=LoraConfig(rank=16, alpha=32),
         kl=kl,
     )
@@ -99,8 +101,9 @@ def klamp_steps(args: argparse.Namespace, prompts: Path, kl: KLConfig) -> dict[s
             print(f"  step {step}: sample {b - a:.3f} update {c - b:.3f} {clamp}", flush=True)
     found = {name: statistics.median(v[args.warmup :]) for name, v in laps.items()}
     found["memory"] = peak()
+    found["kl"] = metrics["kl/steered"]
     found |= parts_of(trainer, step + 1, args)
-    if args.profile:
+    if args.profile and kl.clamp and kl.target == 0.05:
         profile(trainer, step + 10)
     found["kl cost"] = kl_cost(trainer, rollout, args)
     return found
@@ -285,9 +288,11 @@ def main() -> None:
     parser.add_argument("--no-trl", action="store_true")
     parser.add_argument("--shape", choices=shapes.SHAPES, help="sizes of a model with random weights")
     parser.add_argument("--prompt", type=int, default=12, help="tokens of a prompt, with --shape")
+    parser.add_argument("--micro-batch", type=int, default=0, help="sequences a forward pass; 0: all")
+    parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step")
     parser.add_argument("--verbose", action="store_true", help="print each step")
-    parser.add_argument("--rows", default="clamp,price", help="clamp, price or both")
+    parser.add_argument("--rows", default="clamp,price", help="of clamp, near (the same at its limit) and price")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     with shapes.random_models() if args.shape else contextlib.nullcontext():
@@ -311,6 +316,8 @@ def compare(args: argparse.Namespace) -> None:
     ways = {"clamp": ("klamp, price and clamp", KLConfig()), "price": ("klamp, price only", KLConfig(clamp=False))}
     rows = {}
     for way in args.rows.split(","):
+        if way == "near":  # a target that the first row has reached
+            ways[way] = "klamp, at the limit", KLConfig(target=max(rows[ways["clamp"][0]]["kl"], 1e-9), per="token")
         name, kl = ways[way]
         rows[name] = klamp_steps(args, file, kl)
         if args.shape:

@@ -16,31 +16,131 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from klamp.kernels.layers import Lora, gated, gated_down, lora_linear, rotated
+
+WIDE = 2048
+"""Width of the states from which a pass over a batch of them takes longer than the Python around it."""
+MLPS = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP")
+"""Feed-forwards known to be ``down(act(gate(x)) · up(x))``."""
+SILU = ("SiLU", "SiLUActivation")
+ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen2Attention")
+"""Attention known to rotate whole heads, after nothing but a linear map."""
+
 
 class LoraForward:
     """``x Wᵀ + b + s · (x Aᵀ) Bᵀ`` of a LoRA layer with one plain adapter, or peft's own forward."""
 
-    def __init__(self, layer: Any) -> None:
-        self.layer, self.own = layer, layer.forward
+    def __init__(self, layer: Any, *, wide: bool = False) -> None:
+        """``wide``: on a GPU with gradients written out (:func:`~klamp.kernels.layers.lora_linear`)."""
+        self.layer, self.own, self.wide = layer, layer.forward, wide
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         layer = self.layer
-        base, names = layer.base_layer, layer._active_adapter
+        base = layer.base_layer
         # The types are looked at in every call: a launcher may have wrapped what was plain when it was made.
         if type(base) is not nn.Linear or args or kwargs or layer.merged_adapters:
             return self.own(x, *args, **kwargs)  # type: ignore[no-any-return]
         if layer._disable_adapters:
             return functional.linear(x, base.weight, base.bias)
+        found = self.matrices()
+        if found is None:
+            return self.own(x)  # type: ignore[no-any-return]
+        down, up, scale = found
+        if self.wide and (lora := self.written_out(x)) is not None:
+            return lora_linear(x, lora)
+        result = functional.linear(x, base.weight, base.bias)
+        if not torch.is_autocast_enabled(x.device.type):
+            x = x.to(down.dtype)
+        scaled = torch.add(result, functional.linear(functional.linear(x, down), up), alpha=scale)
+        return scaled if scaled.dtype == result.dtype else scaled.to(result.dtype)
+
+    def matrices(self) -> tuple[Tensor, Tensor, float] | None:
+        """A, B and s of the one adapter that is active; None where it is more than two matrices."""
+        layer = self.layer
+        names = layer._active_adapter
         name = names if isinstance(names, str) else names[0] if len(names) == 1 else ""
         down, up = layer.lora_A._modules.get(name), layer.lora_B._modules.get(name)
         if type(down) is not nn.Linear or type(up) is not nn.Linear or not _plain(layer, name):
+            return None
+        if down._parameters["bias"] is not None or up._parameters["bias"] is not None:
+            return None
+        return down.weight, up.weight, layer.scaling[name]
+
+    def written_out(self, x: Tensor) -> Lora | None:
+        """The matrices where the written-out gradient is the same: under autocast, with a base that does not train."""
+        layer, base = self.layer, self.layer.base_layer
+        if not in_half(x) or type(base) is not nn.Linear or layer.merged_adapters or layer._disable_adapters:
+            return None
+        found = self.matrices()
+        if found is None or base.weight.dtype != x.dtype or base.weight.requires_grad:
+            return None
+        if any(type(w) not in (Tensor, nn.Parameter) for w in (base.weight, *found[:2])):
+            return None  # a DTensor
+        return Lora(base.weight, base.bias, found[0], found[1], float(found[2]))
+
+
+def in_half(x: Tensor) -> bool:
+    """Whether a pass is in half precision on a GPU, under autocast to the dtype of its states."""
+    half = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+    return half and torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == x.dtype
+
+
+def is_wide(model: Any) -> bool:
+    """Whether passes over a model's states take longer than the Python around them.
+
+    By the model alone, not by a batch: KL before and after an update, on all sequences or on some, is between states
+    that were rounded alike.
+    """
+    config = model.get_base_model().config if hasattr(model, "peft_config") else model.config
+    width = getattr(config.get_text_config(), "hidden_size", None)
+    return isinstance(width, int) and width >= WIDE
+
+
+class MlpForward:
+    """``down(silu(gate) · up)`` that keeps no product for the way back, or the module's own forward."""
+
+    def __init__(self, mlp: Any) -> None:
+        self.mlp, self.own = mlp, mlp.forward
+
+    def __call__(self, x: Tensor) -> Tensor:
+        mlp = self.mlp
+        down = mlp.down_proj
+        if not in_half(x) or not isinstance(down.forward, LoraForward):
             return self.own(x)  # type: ignore[no-any-return]
-        result = functional.linear(x, base.weight, base.bias)
-        if not torch.is_autocast_enabled(x.device.type):
-            x = x.to(down.weight.dtype)
-        low = functional.linear(x, down.weight, down.bias)
-        scaled = torch.add(result, functional.linear(low, up.weight, up.bias), alpha=layer.scaling[name])
-        return scaled if scaled.dtype == result.dtype else scaled.to(result.dtype)
+        lora = down.forward.written_out(x)
+        if lora is None and torch.is_grad_enabled():
+            return self.own(x)  # type: ignore[no-any-return]
+        gate, up = mlp.gate_proj(x), mlp.up_proj(x)
+        return down(gated(gate, up)) if lora is None else gated_down(gate, up, lora)
+
+
+class AttentionForward:
+    """Attention without a cache whose heads are rotated in one kernel each, or the module's own forward."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.own = module, module.forward
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **named: Any) -> Any:
+        module, turn = self.module, named.get("position_embeddings")
+        cached = named.get("past_key_values") is not None
+        if args or turn is None or cached or not in_half(hidden_states) or self._other(turn[0], hidden_states):
+            return self.own(hidden_states, *args, **named)
+        from transformers.integrations import sdpa_attention
+
+        attend: Any = sdpa_attention.sdpa_attention_forward
+        shape = (*hidden_states.shape[:-1], -1, module.head_dim)
+        query, key, value = (p(hidden_states).view(shape) for p in (module.q_proj, module.k_proj, module.v_proj))
+        cos, sin = (t.expand(len(hidden_states), -1, -1) for t in turn)
+        heads = (rotated(query, cos, sin), rotated(key, cos, sin), value)
+        mask = named.get("attention_mask")
+        found, _ = attend(module, *(h.transpose(1, 2) for h in heads), mask, dropout=0.0, scaling=module.scaling)
+        return module.o_proj(found.reshape(*hidden_states.shape[:-1], -1).contiguous()), None
+
+    def _other(self, cos: Tensor, x: Tensor) -> bool:
+        """Whether attention is another's, or only part of a head is rotated."""
+        config = self.module.config
+        random = self.module.training and self.module.attention_dropout
+        return config._attn_implementation != "sdpa" or cos.shape[-1] != self.module.head_dim or bool(random)
 
 
 def _plain(layer: Any, name: str) -> bool:
@@ -54,9 +154,21 @@ def lean_lora(model: nn.Module) -> None:
     from peft.tuners.lora import Linear
 
     layers: Iterable[Any] = model.modules()
+    wide = is_wide(model)
     for layer in layers:
         if type(layer) is Linear and not isinstance(layer.forward, LoraForward) and not layer.fan_in_fan_out:
-            layer.forward = LoraForward(layer)  # type: ignore[method-assign]
+            layer.forward = LoraForward(layer, wide=wide)  # type: ignore[method-assign]
+
+
+def lean_layers(model: nn.Module) -> None:
+    """Gated feed-forwards and attention of a known kind take :class:`MlpForward` and :class:`AttentionForward`."""
+    modules: Iterable[Any] = model.modules()
+    for module in modules:
+        name = type(module).__name__
+        if name in MLPS and type(module.act_fn).__name__ in SILU and not isinstance(module.forward, MlpForward):
+            module.forward = MlpForward(module)
+        elif name in ATTENTIONS and not isinstance(module.forward, AttentionForward):
+            module.forward = AttentionForward(module)
 
 
 def only_lora(model: Any) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from klamp.errors import ConfigError
 from klamp.kernels import HeadSpec, TokenStats, head_of, token_stats, token_stats_from_logits
 from klamp.models import fast_layers
+from klamp.models.measured_layers import measured_layers
 from klamp.models.shared_prompts import Backbone, inputs_of
 from klamp.sampling.batch import Part
 from klamp.sampling.fast_modules import lean_norms, lora_layers
@@ -73,6 +74,7 @@ class Policy(nn.Module):
             self.layers = lora_layers(self.model)
         if next(self.model.parameters()).device.type == "cuda":  # a CPU gains nothing, and its runs stay as recorded
             lean_norms(self.model)
+            (fast_layers.lean_layers if fast_layers.is_wide(self.model) else measured_layers)(self.model)
 
     @property
     def _no_split_modules(self) -> Any:

@@ -57,6 +57,8 @@ class Reading:
         self.rows, self.sequences, self.before, self.now = rows, sequences, before, now
         self.stride = 1
         """One row in so many is measured."""
+        self.known: dict[int, float] = {}
+        """Mean KL before the update of the rows at a stride."""
         self.began: float | None = None
         """KL of all rows before the update; None until a share stands for them."""
 
@@ -66,8 +68,7 @@ class Reading:
         return 1 / self.stride
 
     def __call__(self) -> float:
-        rows = self.rows[:: self.stride]
-        return self._carried(self.now(rows), rows)
+        return self._carried(self.now(self.rows[:: self.stride]))
 
     def first(self, began: float, far: Callable[[float], bool]) -> float:
         """KL after the update, which began at ``began``; ``far`` says whether a KL is far below the limit.
@@ -80,20 +81,26 @@ class Reading:
             rows = self.rows[:: self.stride]
             new = self.now(rows[~torch.isin(rows, done)])
             known, done = Sums(known.total + new.total, known.number + new.number), rows
-            own = self._carried(known, rows)
-            if far(own) or (self.stride <= enough and self._steady(known, rows)):
+            own = self._carried(known)
+            if far(own) or (self.stride <= enough and self._steady(known)):
                 break
         return own
 
-    def _carried(self, now: Sums, rows: Tensor) -> float:
-        """KL of all rows where ``rows`` of them read ``now``."""
+    def _before(self) -> float:
+        """KL of the share before the update."""
+        if self.stride not in self.known:
+            self.known[self.stride] = self.before(self.rows[:: self.stride]).mean
+        return self.known[self.stride]
+
+    def _carried(self, now: Sums) -> float:
+        """KL of all rows where the share of them reads ``now``."""
         if self.stride == 1 or self.began is None:
             return now.mean
-        return carried(self.began, self.before(rows).mean, now.mean)
+        return carried(self.began, self._before(), now.mean)
 
-    def _steady(self, now: Sums, rows: Tensor) -> bool:
+    def _steady(self, now: Sums) -> bool:
         """Whether a share's KL changed by little beside what it is."""
-        before, after = self.before(rows).mean, now.mean
+        before, after = self._before(), now.mean
         if not all(0 <= kl < math.inf for kl in (before, after)):
             return False
         return abs(math.sqrt(after) - math.sqrt(before)) <= STEADY * math.sqrt(after)

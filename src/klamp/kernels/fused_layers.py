@@ -1,0 +1,94 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped, index"
+"""``silu(g) u`` with its gradient, and rotary positions, in one kernel each; arithmetic in float32, rounded once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from klamp.kernels.start import Starter, common
+
+BLOCK = 4096
+
+
+@triton.jit
+def _gated(g_ptr, u_ptr, out_ptr, count, STEPWISE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    g = tl.load(g_ptr + at, mask=at < count).to(tl.float32)
+    u = tl.load(u_ptr + at, mask=at < count).to(tl.float32)
+    a = g / (1.0 + tl.exp(-g))
+    if STEPWISE:
+        a = a.to(out_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(out_ptr + at, (a * u).to(out_ptr.dtype.element_ty), mask=at < count)
+
+
+@triton.jit
+def _gated_gradient(g_ptr, u_ptr, up_ptr, dg_ptr, du_ptr, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    g = tl.load(g_ptr + at, mask=at < count).to(tl.float32)
+    u = tl.load(u_ptr + at, mask=at < count).to(tl.float32)
+    up = tl.load(up_ptr + at, mask=at < count).to(tl.float32)
+    s = tl.sigmoid(g)
+    tl.store(dg_ptr + at, (up * u * s * (1.0 + g * (1.0 - s))).to(dg_ptr.dtype.element_ty), mask=at < count)
+    tl.store(du_ptr + at, (up * g * s).to(du_ptr.dtype.element_ty), mask=at < count)
+
+
+@triton.jit
+def _rotate(
+    x_ptr, cos_ptr, sin_ptr, out_ptr, heads, sign, STEPWISE: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr
+):
+    """A token's heads: ``x cos + turned(x) sin``, turned a half-rotation one way or, with sign -1, the other."""
+    row = tl.program_id(0).to(tl.int64)
+    HALF: tl.constexpr = SIZE // 2
+    head = tl.arange(0, HEADS)[:, None]
+    half = tl.arange(0, HALF)[None, :]
+    there = (head < heads) & (half >= 0)
+    place = (row * heads + head) * SIZE + half
+    a = tl.load(x_ptr + place, mask=there).to(tl.float32)
+    b = tl.load(x_ptr + place + HALF, mask=there).to(tl.float32)
+    low = row * SIZE + half
+    c, s = tl.load(cos_ptr + low).to(tl.float32), tl.load(sin_ptr + low).to(tl.float32) * sign
+    d, t = tl.load(cos_ptr + low + HALF).to(tl.float32), tl.load(sin_ptr + low + HALF).to(tl.float32) * sign
+    e, f, g, h = a * c, b * s, b * d, a * t
+    if STEPWISE:
+        kind = out_ptr.dtype.element_ty
+        e, f = e.to(kind).to(tl.float32), f.to(kind).to(tl.float32)
+        g, h = g.to(kind).to(tl.float32), h.to(kind).to(tl.float32)
+    tl.store(out_ptr + place, (e - f).to(out_ptr.dtype.element_ty), mask=there)
+    tl.store(out_ptr + place + HALF, (g + h).to(out_ptr.dtype.element_ty), mask=there)
+
+
+_start_gated = Starter(_gated, 8)
+_start_rotate = Starter(_rotate, 4)
+
+
+def gated(gate: Tensor, up: Tensor, *, stepwise: bool = False) -> Tensor:
+    """``silu(gate) · up``; ``stepwise`` rounds after each operation, as PyTorch's two do."""
+    out, count = torch.empty_like(gate), gate.numel()
+    key = (common(gate, up, out), count % 16 == 0, stepwise)
+    _start_gated((triton.cdiv(count, BLOCK), 1, 1), (gate, up, out, count, stepwise, BLOCK), key)
+    return out
+
+
+def gated_gradient(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up from that of ``silu(gate) · up``; up's is written over ``grad``."""
+    of_gate = torch.empty_like(gate)
+    _gated_gradient[(triton.cdiv(gate.numel(), BLOCK),)](
+        gate, up, grad, of_gate, grad, gate.numel(), BLOCK=BLOCK, num_warps=8
+    )
+    return of_gate, grad
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False, stepwise: bool = False) -> Tensor:
+    """Heads x [tokens, heads, D] rotated by cos and sin [tokens, D], whose halves are alike; ``back`` undoes it.
+
+    ``stepwise`` rounds after each operation, as PyTorch's do.
+    """
+    tokens, heads, size = x.shape
+    out = torch.empty_like(x)
+    fixed = (stepwise, size, 1 << (heads - 1).bit_length())
+    key = (common(x, cos, sin, out), heads, fixed)
+    _start_rotate((tokens, 1, 1), (x, cos, sin, out, heads, -1.0 if back else 1.0, *fixed), key)
+    return out

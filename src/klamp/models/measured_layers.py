@@ -1,0 +1,108 @@
+"""A decoder layer without a gradient in few operations: for the reference's states, and for what the clamp measures.
+
+On a GPU such a pass over a small model waits for Python, of which transformers' layer and peft's have a lot. Here a
+layer is written out: the same operations in the same order, each rounded as PyTorch rounds it, so that a KL between
+states of this pass and of a pass with a gradient is no KL of two ways of rounding. Where it would not be the same the
+layer's own forward runs, and wide models, for which Python takes no time, keep theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from klamp.models.fast_layers import SILU, LoraForward, in_half
+from klamp.sampling.decoder_layers import LAYERS
+from klamp.sampling.fast_modules import NormForward
+
+MAPS = (("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")), ("mlp", ("gate_proj", "up_proj", "down_proj")))
+
+
+class MeasuredLayer:
+    """``x + attention(norm x)``, then ``x + down(silu(gate) up)`` of its norm, with no gradient; or its own forward."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer, self.own = layer, layer.forward
+
+    def __call__(self, hidden_states: Tensor, **named: Any) -> Tensor:
+        turn, cache = named.get("position_embeddings"), named.get("past_key_values")
+        if torch.is_grad_enabled() or cache is not None or turn is None or not in_half(hidden_states):
+            return self.own(hidden_states, **named)  # type: ignore[no-any-return]
+        maps = [_map(getattr(getattr(self.layer, where), name)) for where, names in MAPS for name in names]
+        if any(m is None for m in maps) or self.layer.self_attn.config._attn_implementation != "sdpa":
+            return self.own(hidden_states, **named)  # type: ignore[no-any-return]
+        with torch.autocast("cuda", enabled=False):
+            return self._forward(hidden_states, turn, named.get("attention_mask"), maps)
+
+    def _forward(self, x: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor | None, maps: list[Any]) -> Tensor:
+        from transformers.integrations import sdpa_attention
+
+        from klamp.kernels.fused_layers import gated, rotate
+
+        attend: Any = sdpa_attention.sdpa_attention_forward
+        layer, (rows, length, width) = self.layer, x.shape
+        attention, tokens = layer.self_attn, rows * length
+        cos, sin = (t.expand(rows, -1, -1).reshape(tokens, -1) for t in turn)
+        h = layer.input_layernorm(x).view(tokens, width)
+        query, key, value = (m(h).view(tokens, -1, attention.head_dim) for m in maps[:3])
+        heads = (rotate(query, cos, sin, stepwise=True), rotate(key, cos, sin, stepwise=True), value)
+        shaped = (t.view(rows, length, -1, attention.head_dim).transpose(1, 2) for t in heads)
+        found, _ = attend(attention, *shaped, mask, dropout=0.0, scaling=attention.scaling)
+        x = x.view(tokens, width) + maps[3](found.reshape(tokens, -1))
+        h = layer.post_attention_layernorm(x)
+        found = x + maps[6](gated(maps[4](h), maps[5](h), stepwise=True))
+        return found.view(rows, length, width)  # type: ignore[no-any-return]
+
+
+class Map:
+    """``x Wᵀ + b + s · (x Aᵀ) Bᵀ`` as :class:`~klamp.models.fast_layers.LoraForward` has it under autocast."""
+
+    __slots__ = ("bias", "down", "scale", "up", "weight")
+
+    def __init__(self, base: Any, down: Tensor | None, up: Tensor | None, scale: float) -> None:
+        self.weight, self.bias, self.down, self.up, self.scale = base.weight, base.bias, down, up, scale
+
+    def __call__(self, x: Tensor) -> Tensor:
+        result = functional.linear(x, self.weight, self.bias)
+        if self.down is None or self.up is None:
+            return result
+        low = functional.linear(x, self.down.to(x.dtype))
+        return torch.add(result, functional.linear(low, self.up.to(x.dtype)), alpha=self.scale)
+
+
+def _map(module: Any) -> Map | None:
+    """A linear map, with its adapter where that is switched on; None for anything else."""
+    if type(module) is nn.Linear:
+        return Map(module, None, None, 0.0) if _plain(module.weight) else None
+    if not isinstance(module.forward, LoraForward):
+        return None
+    base = module.base_layer
+    if type(base) is not nn.Linear or not _plain(base.weight) or module.merged_adapters:
+        return None
+    if module._disable_adapters:
+        return Map(base, None, None, 0.0)
+    found = module.forward.matrices()
+    return None if found is None else Map(base, *found)
+
+
+def _plain(weight: Tensor) -> bool:
+    """Whether a weight is a whole tensor in half precision."""
+    return type(weight) in (Tensor, nn.Parameter) and weight.dtype in (torch.bfloat16, torch.float16)
+
+
+def measured_layers(model: nn.Module) -> None:
+    """Decoder layers of a known kind take :class:`MeasuredLayer`."""
+    modules: Iterable[Any] = model.modules()
+    for layer in modules:
+        if type(layer).__name__ not in LAYERS or isinstance(layer.forward, MeasuredLayer):
+            continue
+        norms = (layer.input_layernorm, layer.post_attention_layernorm)
+        attention, act = layer.self_attn, type(layer.mlp.act_fn).__name__
+        size = attention.head_dim
+        whole = size & (size - 1) == 0 and not hasattr(attention, "q_norm")
+        if whole and act in SILU and all(isinstance(n.forward, NormForward) for n in norms):
+            layer.forward = MeasuredLayer(layer)
