@@ -175,6 +175,24 @@ def test_jacobians_and_the_rows_made_of_them(launch: ModuleType) -> None:
     assert kernel.direct > kernel.ordinary >= len(kernel.variants) > 10
 
 
+def test_layers_without_a_gradient(launch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    from klamp.kernels import fused, fused_layers
+
+    for name in ("_gated", "_rotate"):
+        starter = getattr(fused_layers, f"_start{name}")
+        monkeypatch.setattr(starter, "kernel", Ledger(getattr(fused_layers, name), compiled_code(fused.DIRECT[0])))
+        monkeypatch.setattr(starter, "compiled", {})
+    for _ in range(2):
+        for n, stepwise, dtype in itertools.product((1, 5, 16, 48), (False, True), (torch.bfloat16, torch.float32)):
+            x = torch.empty(n, dtype=dtype)
+            fused_layers.gated(x, x, stepwise=stepwise)
+            for heads, size, back in itertools.product((1, 3, 16), (16, 32), (False, True)):
+                turn = torch.empty(n, size, dtype=dtype)
+                fused_layers.rotate(torch.empty(n, heads, size, dtype=dtype), turn, turn, back=back, stepwise=stepwise)
+    for starter in (fused_layers._start_gated, fused_layers._start_rotate):
+        assert starter.kernel.direct > starter.kernel.ordinary >= len(starter.kernel.variants) > 4
+
+
 def test_addresses_that_sixteen_does_not_divide_go_the_ordinary_way(launch: ModuleType) -> None:
     values, factor = torch.zeros(4096), torch.ones(())
     for start in (0, 4, 8, 1, 2, 3, 5):

@@ -67,7 +67,7 @@ _start_rotate = Starter(_rotate, 4)
 def gated(gate: Tensor, up: Tensor, *, stepwise: bool = False) -> Tensor:
     """``silu(gate) · up``; ``stepwise`` rounds after each operation, as PyTorch's two do."""
     out, count = torch.empty_like(gate), gate.numel()
-    key = (common(gate, up, out), count % 16 == 0, stepwise)
+    key = (common(gate, up, out), (count % 16 == 0, count == 1, count < 2**31), stepwise)
     _start_gated((triton.cdiv(count, BLOCK), 1, 1), (gate, up, out, count, stepwise, BLOCK), key)
     return out
 
