@@ -33,6 +33,8 @@ class LoraForward:
     def __init__(self, layer: Any, *, wide: bool = False) -> None:
         """``wide``: on a GPU with gradients written out (:func:`~klamp.kernels.layers.lora_linear`)."""
         self.layer, self.own, self.wide = layer, layer.forward, wide
+        self.narrow: tuple[Tensor, Tensor] | None = None
+        """A and B in half precision, while :func:`narrowed` has them so."""
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         layer = self.layer
@@ -77,6 +79,32 @@ class LoraForward:
         if any(type(w) not in (Tensor, nn.Parameter) for w in (base.weight, *found[:2])):
             return None  # a DTensor
         return Lora(base.weight, base.bias, found[0], found[1], float(found[2]))
+
+
+@contextlib.contextmanager
+def narrowed(layers: Iterable[Any], buffers: dict[int, tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """A and B of the active adapters in bfloat16 for a pass without a gradient: one operation in place of two a layer.
+
+    ``buffers`` keeps their memory from pass to pass.
+    """
+    found = []
+    for layer in layers:
+        forward = layer.forward
+        if isinstance(forward, LoraForward) and not layer._disable_adapters and (m := forward.matrices()) is not None:
+            found.append((forward, m[0], m[1]))
+    for _, down, up in found:
+        if id(down) not in buffers:
+            buffers[id(down)] = torch.empty_like(down, dtype=torch.bfloat16), torch.empty_like(up, dtype=torch.bfloat16)
+    pairs = [(buffers[id(down)], (down, up)) for _, down, up in found]
+    if pairs:
+        torch._foreach_copy_([t for to, _ in pairs for t in to], [t.detach() for _, of in pairs for t in of])
+    for (forward, *_), (to, _) in zip(found, pairs, strict=True):
+        forward.narrow = to
+    try:
+        yield
+    finally:
+        for forward, *_ in found:
+            forward.narrow = None
 
 
 def in_half(x: Tensor) -> bool:

@@ -1,9 +1,9 @@
 """A decoder layer without a gradient in few operations: for the reference's states, and for what the clamp measures.
 
-On a GPU such a pass over a small model waits for Python, of which transformers' layer and peft's have a lot. Here a
-layer is written out: the same operations in the same order, each rounded as PyTorch rounds it, so that a KL between
-states of this pass and of a pass with a gradient is no KL of two ways of rounding. Where it would not be the same the
-layer's own forward runs, and wide models, for which Python takes no time, keep theirs.
+On a GPU such a pass waits for Python where the model is small or the sequences are few, and transformers' layer and
+peft's have a lot of it. Here a layer is written out in some thirty operations. With the adapter off, or at its start,
+they are rounded as those of a pass with a gradient, so that equal policies have a KL of 0. Where it would not be the
+same the layer's own forward runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from klamp.models.fast_layers import SILU, LoraForward, in_half
+from klamp.models.fast_layers import SILU, LoraForward, in_half, is_wide
 from klamp.sampling.decoder_layers import LAYERS
 from klamp.sampling.fast_modules import NormForward
 
@@ -25,8 +25,9 @@ MAPS = (("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")), ("mlp", ("gate_
 class MeasuredLayer:
     """``x + attention(norm x)``, then ``x + down(silu(gate) up)`` of its norm, with no gradient; or its own forward."""
 
-    def __init__(self, layer: Any) -> None:
-        self.layer, self.own = layer, layer.forward
+    def __init__(self, layer: Any, *, wide: bool) -> None:
+        """``wide``: rounded as the layers of a wide model are, not as PyTorch's own operations."""
+        self.layer, self.own, self.wide = layer, layer.forward, wide
 
     def __call__(self, hidden_states: Tensor, **named: Any) -> Tensor:
         turn, cache = named.get("position_embeddings"), named.get("past_key_values")
@@ -49,17 +50,18 @@ class MeasuredLayer:
         cos, sin = (t.expand(rows, -1, -1).reshape(tokens, -1) for t in turn)
         h = layer.input_layernorm(x).view(tokens, width)
         query, key, value = (m(h).view(tokens, -1, attention.head_dim) for m in maps[:3])
-        heads = (rotate(query, cos, sin, stepwise=True), rotate(key, cos, sin, stepwise=True), value)
+        heads = (*(rotate(t, cos, sin, stepwise=not self.wide) for t in (query, key)), value)
         shaped = (t.view(rows, length, -1, attention.head_dim).transpose(1, 2) for t in heads)
         found, _ = attend(attention, *shaped, mask, dropout=0.0, scaling=attention.scaling)
         x = x.view(tokens, width) + maps[3](found.reshape(tokens, -1))
         h = layer.post_attention_layernorm(x)
-        found = x + maps[6](gated(maps[4](h), maps[5](h), stepwise=True))
+        gate, up = maps[4](h), maps[5](h)
+        found = x + maps[6](gated(gate, up) if self.wide else functional.silu(gate).mul_(up))
         return found.view(rows, length, width)  # type: ignore[no-any-return]
 
 
 class Map:
-    """``x Wᵀ + b + s · (x Aᵀ) Bᵀ`` as :class:`~klamp.models.fast_layers.LoraForward` has it under autocast."""
+    """``x Wᵀ + b + s · (x Aᵀ) Bᵀ``, the second product added in place."""
 
     __slots__ = ("bias", "down", "scale", "up", "weight")
 
@@ -70,8 +72,7 @@ class Map:
         result = functional.linear(x, self.weight, self.bias)
         if self.down is None or self.up is None:
             return result
-        low = functional.linear(x, self.down.to(x.dtype))
-        return torch.add(result, functional.linear(low, self.up.to(x.dtype)), alpha=self.scale)
+        return result.addmm_(functional.linear(x, self.down), self.up.t(), alpha=self.scale)
 
 
 def _map(module: Any) -> Map | None:
@@ -85,8 +86,10 @@ def _map(module: Any) -> Map | None:
         return None
     if module._disable_adapters:
         return Map(base, None, None, 0.0)
-    found = module.forward.matrices()
-    return None if found is None else Map(base, *found)
+    found, narrow = module.forward.matrices(), module.forward.narrow
+    if found is None or narrow is None or narrow[0].dtype != base.weight.dtype:
+        return None
+    return Map(base, *narrow, found[2])
 
 
 def _plain(weight: Tensor) -> bool:
@@ -97,6 +100,7 @@ def _plain(weight: Tensor) -> bool:
 def measured_layers(model: nn.Module) -> None:
     """Decoder layers of a known kind take :class:`MeasuredLayer`."""
     modules: Iterable[Any] = model.modules()
+    wide = is_wide(model)
     for layer in modules:
         if type(layer).__name__ not in LAYERS or isinstance(layer.forward, MeasuredLayer):
             continue
@@ -105,4 +109,4 @@ def measured_layers(model: nn.Module) -> None:
         size = attention.head_dim
         whole = size & (size - 1) == 0 and not hasattr(attention, "q_norm")
         if whole and act in SILU and all(isinstance(n.forward, NormForward) for n in norms):
-            layer.forward = MeasuredLayer(layer)
+            layer.forward = MeasuredLayer(layer, wide=wide)

@@ -58,6 +58,8 @@ class Policy(nn.Module):
         self.layers: list[Any] = []
         """The LoRA layers."""
         self.states_of = Backbone()
+        self.narrow: dict[int, tuple[Tensor, Tensor]] = {}
+        """Memory for their matrices in half precision."""
         self.find_layers()
         self.linear_head, width = probe_head(model)
         """Whether the head was seen to be a linear map, with a scale and a soft cap at most."""
@@ -74,7 +76,9 @@ class Policy(nn.Module):
             self.layers = lora_layers(self.model)
         if next(self.model.parameters()).device.type == "cuda":  # a CPU gains nothing, and its runs stay as recorded
             lean_norms(self.model)
-            (fast_layers.lean_layers if fast_layers.is_wide(self.model) else measured_layers)(self.model)
+            if fast_layers.is_wide(self.model):
+                fast_layers.lean_layers(self.model)
+            measured_layers(self.model)
 
     @property
     def _no_split_modules(self) -> Any:
@@ -95,8 +99,11 @@ class Policy(nn.Module):
             before = slice(part.first - 1, part.ids.shape[1] - 1)
             hidden, last = out.logits[:, before], out.hidden_states[-1][:, before] if values else None
         else:
-            # On a CPU every sequence is computed whole: sharing prompts saves less there than a fifth of a step.
-            hidden = last = self.states_of(head.backbone, part, share=part.ids.is_cuda and not self.sharded)
+            fast = part.ids.is_cuda and not self.sharded
+            quick = fast and not torch.is_grad_enabled()
+            with fast_layers.narrowed(self.layers, self.narrow) if quick else contextlib.nullcontext():
+                # On a CPU every sequence is computed whole: sharing prompts saves less there than a fifth of a step.
+                hidden = last = self.states_of(head.backbone, part, share=fast)
         if self.sharded:
             hidden = hidden.clone()  # FSDP2 hooks what a forward pass returns, and a view would lose the hook
         if not values or self.value is None or last is None:

@@ -75,7 +75,8 @@ class Reading:
 
         A few sequences tell where it is; near the limit :data:`ENOUGH` of them, and all where KL changed too much.
         """
-        few, enough = stride_of(self.sequences, FEWEST), stride_of(self.sequences, ENOUGH)
+        enough = stride_of(self.sequences, ENOUGH)
+        few = stride_of(self.sequences, FEWEST) if far(began) else enough
         self.began, known, done = began, Sums(0.0, 0.0), self.rows[:0]
         for self.stride in sorted({few, enough, 1}, reverse=True):
             rows = self.rows[:: self.stride]
