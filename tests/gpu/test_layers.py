@@ -77,41 +77,36 @@ def test_written_out_layers_are_autograds(family: str, monkeypatch: pytest.Monke
     assert mean <= 1.25
     assert max(far[1]) <= 2 * max(far[1 << 20])
     again = outcome(model, *given, half=True)
-    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    assert torch.equal(found[0], again[0]), "attention's own backward pass adds in any order, the forward pass does not"
 
 
 @pytest.mark.parametrize("wide", [1, 1 << 20], ids=["wide", "narrow"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
-def test_a_measured_layer_rounds_as_one_with_a_gradient(
+def test_a_measured_layer_loses_what_one_with_a_gradient_does(
     family: str, wide: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from klamp.models import measured_layers
 
+    given = batch()
+    truth = outcome(build(family), *given, half=False)[0]
     monkeypatch.setattr(fast_layers, "WIDE", wide)
-    model, given = bfloat16(build(family)), batch()
+    model = bfloat16(build(family))
     policy = Policy(model, value_head=False, temperature=1.0, lora=True)
     ran: list[Any] = []
     plain = measured_layers.MeasuredLayer._forward
     monkeypatch.setattr(measured_layers.MeasuredLayer, "_forward", lambda *a: (ran.append(a), plain(*a))[1])
     backbone = model.get_base_model().model
 
-    def states() -> Tensor:
+    def far() -> float:
         with torch.autocast("cuda", dtype=torch.bfloat16), fast_layers.narrowed(policy.layers, {}):
             out = backbone(input_ids=given[0], attention_mask=given[1], use_cache=False)
-        found: Tensor = out.last_hidden_state
-        return found.detach().float()[given[1].bool()]
+        found: Tensor = out.last_hidden_state.detach().float()[given[1].bool()]
+        return float((found - truth).norm() / truth.norm())
 
-    for off in (False, True):
-        with policy.without_adapter() if off else torch.enable_grad():
-            ran.clear()
-            right = states()
-            assert not ran, "with a gradient the layer's own forward runs"
-            with torch.no_grad():
-                mine = states()
-            assert len(ran) == 3
-        far = float((mine - right).norm() / right.norm())
-        share = float((mine != right).float().mean())
-        print(f"\n{family}, adapter {'off' if off else 'on'}: {far:.2g} apart, {share:.2g} of the values differ")
-        assert far < 1e-2, "one rounding of the adapter's product less"
-        if off:
-            assert far < 1e-3
+    usual = far()
+    assert not ran, "with a gradient the layer's own forward runs"
+    with torch.no_grad():
+        mine = far()
+    assert len(ran) == 3
+    print(f"\n{family}: {mine:.3g} from float32 beside {usual:.3g}")
+    assert mine <= 1.25 * usual

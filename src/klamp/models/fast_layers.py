@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -25,6 +26,10 @@ MLPS = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP")
 SILU = ("SiLU", "SiLUActivation")
 ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen2Attention")
 """Attention known to rotate whole heads, after nothing but a linear map."""
+
+
+QUICK: ContextVar[bool] = ContextVar("QUICK", default=False)
+"""Whether layers may take their short way without a gradient: inside :func:`narrowed`, where no weight is in shards."""
 
 
 class LoraForward:
@@ -100,9 +105,11 @@ def narrowed(layers: Iterable[Any], buffers: dict[int, tuple[Tensor, Tensor]]) -
         torch._foreach_copy_([t for to, _ in pairs for t in to], [t.detach() for _, of in pairs for t in of])
     for (forward, *_), (to, _) in zip(found, pairs, strict=True):
         forward.narrow = to
+    quick = QUICK.set(True)
     try:
         yield
     finally:
+        QUICK.reset(quick)
         for forward, *_ in found:
             forward.narrow = None
 

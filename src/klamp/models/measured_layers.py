@@ -1,9 +1,9 @@
 """A decoder layer without a gradient in few operations: for the reference's states, and for what the clamp measures.
 
 On a GPU such a pass waits for Python where the model is small or the sequences are few, and transformers' layer and
-peft's have a lot of it. Here a layer is written out in some thirty operations. With the adapter off, or at its start,
-they are rounded as those of a pass with a gradient, so that equal policies have a KL of 0. Where it would not be the
-same the layer's own forward runs.
+peft's have a lot of it. Here a layer is written out in some thirty operations. Of a wide model they round as those of a
+pass with a gradient do; of another they need not, and KL reads bfloat16's floor even where the policies are equal.
+Where it would not be the same layer its own forward runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from klamp.models.fast_layers import SILU, LoraForward, in_half, is_wide
+from klamp.models.fast_layers import QUICK, SILU, LoraForward, in_half, is_wide
 from klamp.sampling.decoder_layers import LAYERS
 from klamp.sampling.fast_modules import NormForward
 
@@ -31,7 +31,8 @@ class MeasuredLayer:
 
     def __call__(self, hidden_states: Tensor, **named: Any) -> Tensor:
         turn, cache = named.get("position_embeddings"), named.get("past_key_values")
-        if torch.is_grad_enabled() or cache is not None or turn is None or not in_half(hidden_states):
+        wanted = QUICK.get() and not torch.is_grad_enabled() and in_half(hidden_states)
+        if not wanted or cache is not None or turn is None:
             return self.own(hidden_states, **named)  # type: ignore[no-any-return]
         maps = [_map(getattr(getattr(self.layer, where), name)) for where, names in MAPS for name in names]
         if any(m is None for m in maps) or self.layer.self_attn.config._attn_implementation != "sdpa":
