@@ -40,7 +40,7 @@ LIBRARY = 6
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 HOMES = {
     "accelerate": ("train/", "measure"),
-    "triton": ("kernels/fused",),
+    "triton": ("kernels/triton_",),
     "trl": ("integrations/trl",),
     "art": ("integrations/art",),
     "fastapi": ("serve/", "integrations/art"),
@@ -105,7 +105,7 @@ def test_heavy_packages_stay_where_they_belong(path: Path) -> None:
 
 @pytest.mark.parametrize("name", [n for level in LAYERS[:LIBRARY] for n in sorted(level)])
 def test_the_core_loads_torch_and_the_standard_library_only(name: str) -> None:
-    files = [p for p in FILES if part(p) == name and not p.name.startswith("fused")]
+    files = [p for p in FILES if part(p) == name and not p.name.startswith("triton_")]
     for path in files:
         for module, line in imported(path, only_at_load=True):
             top = module.split(".")[0]

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from klamp import kernels
-from klamp.kernels import eager, gradients, layout
-from klamp.kernels.work import Ops, Scaling, Side, Work, prepare
+from klamp.kernels import autograd, chunking, eager
+from klamp.kernels.types import Ops, Scaling, Side, Work, prepare
 
 FLOAT32 = 5e-5
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -286,7 +286,7 @@ LEADS = [
 def test_a_lead_in_the_memory_of_the_head_gradient(shape: tuple[int, int, int], dtype: torch.dtype, ops: str) -> None:
     x = dense(*shape, dtype, seed=4)
     # Float32 logits are twice as wide: a lead of H tokens pays on the widest head only.
-    assert layout.plan(_work_of(x), trains_head=True).lead is not None or dtype == torch.float32
+    assert chunking.plan(_work_of(x), trains_head=True).lead is not None or dtype == torch.float32
     truth = x.to(torch.float64)
     (values, grads), (expected, exact) = loss_of(x, ops), loss_of(truth, ops)
     u = torch.finfo(dtype).eps / 2
@@ -308,7 +308,7 @@ def _work_of(x: Inputs, mask: Tensor | None = None) -> Work:
 def test_a_lead_under_a_mask_is_the_lead_of_the_rows_that_count(n: int) -> None:
     x = dense(n, 4096, 32003, torch.bfloat16)
     keep = torch.rand(n, generator=generator(3), device="cuda") < 0.8
-    assert layout.plan(_work_of(x, keep), trains_head=True).lead is not None
+    assert chunking.plan(_work_of(x, keep), trains_head=True).lead is not None
     few = Inputs(x.hidden[keep], x.head, x.tokens[keep], x.advantages[keep], x.ref_hidden[keep], x.ref_head, x.old_logp)
     (values, grads), (alone, exact) = loss_of(x, mask=keep), loss_of(few)
     for a, b in zip(values, alone, strict=True):
@@ -325,9 +325,9 @@ def test_a_lead_with_bias_and_every_form(options: dict[str, Any]) -> None:
     """The same loss with and without a lead, bias and its gradient included."""
     x = dense(6000, 4096, 32003, torch.bfloat16)
     results = []
-    for most in (layout.lead, lambda *_: None):
+    for most in (chunking.lead, lambda *_: None):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(layout, "lead", most)
+            patch.setattr(chunking, "lead", most)
             inputs = [x.hidden.clone(), x.head.clone(), torch.linspace(-1, 1, 32003, device="cuda").bfloat16()]
             hidden, head, bias = (t.requires_grad_() for t in inputs)
             out = kernels.policy_loss(
@@ -356,10 +356,10 @@ def test_a_lead_stays_inside_its_memory() -> None:
 
 
 def test_steering_never_recompiles() -> None:
-    from klamp.kernels import fused
+    from klamp.kernels import triton_kernels
 
     def compiled() -> int:
-        return sum(len(cache[0]) for cache in fused._one_pass.device_caches.values())
+        return sum(len(cache[0]) for cache in triton_kernels._one_pass.device_caches.values())
 
     x = dense(256, 64, 12289, torch.bfloat16)
     loss_of(x, clip=(0.2, 0.2), old_logp=x.old_logp)
@@ -376,9 +376,13 @@ def test_steering_never_recompiles() -> None:
 
 @pytest.mark.parametrize("ops", ["policy", "statistics"])
 def test_a_direct_launch_gives_the_bits_of_an_ordinary_one(ops: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from klamp.kernels import fused, launch
+    from klamp.kernels import triton_kernels, triton_launch
 
-    starters = [launch._scale, launch._one_pass] if ops == "policy" else [launch._row_stats, launch._row_gradient]
+    starters = (
+        [triton_launch._scale, triton_launch._one_pass]
+        if ops == "policy"
+        else [triton_launch._row_stats, triton_launch._row_gradient]
+    )
     for starter in starters:
         monkeypatch.setattr(starter, "compiled", {})
     x = dense(300, 64, 12289, torch.bfloat16)
@@ -388,9 +392,9 @@ def test_a_direct_launch_gives_the_bits_of_an_ordinary_one(ops: str, monkeypatch
         return values + grads
 
     results = [outcome() for _ in range(3)]  # the first ordinary, the others direct
-    if fused.DIRECT:
+    if triton_kernels.DIRECT:
         assert all(starter.compiled for starter in starters)
-    monkeypatch.setattr(fused, "DIRECT", ())
+    monkeypatch.setattr(triton_kernels, "DIRECT", ())
     for starter in starters:
         starter.compiled.clear()
     results.append(outcome())
@@ -419,14 +423,14 @@ def test_from_whole_logits() -> None:
 @pytest.mark.parametrize("size", [1, 4095, 4097, 3_000_001])
 @pytest.mark.parametrize("spare", [0, 2**29], ids=["in place", "beside it"])
 def test_narrowing(size: int, dtype: torch.dtype, spare: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from klamp.kernels import launch
+    from klamp.kernels import triton_launch
 
-    monkeypatch.setattr(gradients, "SPARE", spare)
-    monkeypatch.setattr(gradients, "NEAR", 4096)
+    monkeypatch.setattr(autograd, "SPARE", spare)
+    monkeypatch.setattr(autograd, "NEAR", 4096)
     total = torch.randn(size, device="cuda")
     factor = torch.tensor(0.3, device="cuda")
     expected = (total * factor).to(dtype)
-    assert torch.equal(gradients.narrow(launch, total.clone(), factor, dtype), expected)  # type: ignore[arg-type]
+    assert torch.equal(autograd.narrow(triton_launch, total.clone(), factor, dtype), expected)  # type: ignore[arg-type]
 
 
 def test_the_choice_is_fused_here_and_eager_in_float64() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from klamp import estimators, kernels
 from klamp.errors import ConfigError, KlampError
-from klamp.kernels import eager, gradients
+from klamp.kernels import autograd, eager
 from written_out import SCALINGS, close, problem, written_out
 
 
@@ -311,11 +311,11 @@ def test_backward_twice_is_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("spare", [0, 2**29], ids=["in place", "beside it"])
 def test_narrowing(size: int, dtype: torch.dtype, spare: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradients, "SPARE", spare)
-    monkeypatch.setattr(gradients, "NEAR", 64)
+    monkeypatch.setattr(autograd, "SPARE", spare)
+    monkeypatch.setattr(autograd, "NEAR", 64)
     x = torch.randn(size, 3)
     expected = (x * 0.5).to(dtype)
-    assert torch.equal(gradients.narrow(eager, x.clone(), torch.tensor(0.5), dtype), expected)
+    assert torch.equal(autograd.narrow(eager, x.clone(), torch.tensor(0.5), dtype), expected)
 
 
 def test_from_logits_agrees_and_honours_excluded_tokens() -> None:

@@ -96,15 +96,15 @@ def outcome(dtype: torch.dtype, case: dict[str, Any]) -> list[Tensor]:
 
 def main() -> None:
     """Relative errors of every case, as JSON."""
-    from klamp.kernels import gradients, layout
+    from klamp.kernels import autograd, chunking
 
     errors, leads = {}, []
-    add_lead = gradients.Gradients.add_lead
-    gradients.Gradients.add_lead = lambda *a: (leads.append(a), add_lead(*a))[1]  # type: ignore[method-assign, misc]
-    usual = layout.BUDGET, layout.FLOOR
+    add_lead = autograd.Gradients.add_lead
+    autograd.Gradients.add_lead = lambda *a: (leads.append(a), add_lead(*a))[1]  # type: ignore[method-assign, misc]
+    usual = chunking.BUDGET, chunking.FLOOR
     for name, case in CASES.items():
-        layout.STEP, layout.STEPS = 128, case.get("steps", 1)
-        layout.BUDGET, layout.FLOOR = (case["room"],) * 2 if "room" in case else usual
+        chunking.STEP, chunking.STEPS = 128, case.get("steps", 1)
+        chunking.BUDGET, chunking.FLOOR = (case["room"],) * 2 if "room" in case else usual
         leads.clear()
         mine = outcome(torch.bfloat16 if case.get("narrow") else torch.float32, case)
         assert len(leads) == (2 if "room" in case else 0), name

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from klamp import kernels
 from klamp.errors import ConfigError
-from klamp.kernels import eager, passes
+from klamp.kernels import autograd, eager
 from written_out import SCALINGS, close, problem, written_out
 
 NAMES = [c for k in (1, 2, 3) for c in itertools.combinations(("logp", "kl", "entropy"), k)]
@@ -37,7 +37,7 @@ def loss_of(s: kernels.TokenStats, names: tuple[str, ...], weights: Tensor) -> T
 def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of the products with a head that are taken, in either direction."""
     seen: list[tuple[int, ...]] = []
-    plain, mm = passes.logits, torch.mm
+    plain, mm = autograd.logits, torch.mm
 
     def logits(side: Any, hidden: Tensor, out: Tensor) -> Tensor:
         seen.append(tuple(out.shape))
@@ -49,7 +49,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         return mm(a, b, **named)
 
     monkeypatch.setattr("klamp.kernels.jacobians.logits", logits)
-    monkeypatch.setattr(passes, "logits", logits)
+    monkeypatch.setattr(autograd, "logits", logits)
     monkeypatch.setattr(torch, "mm", counted)
     return seen
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from klamp.kernels.tiles import Tiles
-from klamp.kernels.work import Form, RowStats, Scaling, Sheet, Terms, Upstream
+from klamp.kernels.types import Form, RowStats, Scaling, Sheet, Terms, Upstream
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
@@ -76,15 +76,15 @@ def compiled_code(kind: type) -> Any:
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module with ledgers in place of its kernels, on CPU tensors."""
-    from klamp.kernels import fused, fused_jacobians
-    from klamp.kernels import launch as module
+    from klamp.kernels import triton_jacobians, triton_kernels
+    from klamp.kernels import triton_launch as module
 
-    if fused.INTERPRETED or not fused.DIRECT:
+    if triton_kernels.INTERPRETED or not triton_kernels.DIRECT:
         pytest.skip("launches go the ordinary way here")
-    code = compiled_code(fused.DIRECT[0])
+    code = compiled_code(triton_kernels.DIRECT[0])
     for name in ("_scale", "_row_stats", "_row_gradient", "_one_pass", "_jacobians", "_combine_rows"):
         starter = getattr(module, name)
-        kernel = getattr(fused if hasattr(fused, name) else fused_jacobians, name)
+        kernel = getattr(triton_kernels if hasattr(triton_kernels, name) else triton_jacobians, name)
         monkeypatch.setattr(starter, "kernel", Ledger(kernel, code))
         monkeypatch.setattr(starter, "compiled", {})
     monkeypatch.setattr(module, "_usable", lambda _: None)
@@ -176,20 +176,22 @@ def test_jacobians_and_the_rows_made_of_them(launch: ModuleType) -> None:
 
 
 def test_layers_without_a_gradient(launch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    from klamp.kernels import fused, fused_layers
+    from klamp.kernels import triton_kernels, triton_layers
 
     for name in ("_gated", "_rotate"):
-        starter = getattr(fused_layers, f"_start{name}")
-        monkeypatch.setattr(starter, "kernel", Ledger(getattr(fused_layers, name), compiled_code(fused.DIRECT[0])))
+        starter = getattr(triton_layers, f"_start{name}")
+        monkeypatch.setattr(
+            starter, "kernel", Ledger(getattr(triton_layers, name), compiled_code(triton_kernels.DIRECT[0]))
+        )
         monkeypatch.setattr(starter, "compiled", {})
     for _ in range(2):
         for n, stepwise, dtype in itertools.product((1, 5, 16, 48), (False, True), (torch.bfloat16, torch.float32)):
             x = torch.empty(n, dtype=dtype)
-            fused_layers.gated(x, x, stepwise=stepwise)
+            triton_layers.gated(x, x, stepwise=stepwise)
             for heads, size, back in itertools.product((1, 3, 16), (16, 32), (False, True)):
                 turn = torch.empty(n, size, dtype=dtype)
-                fused_layers.rotate(torch.empty(n, heads, size, dtype=dtype), turn, turn, back=back, stepwise=stepwise)
-    for starter in (fused_layers._start_gated, fused_layers._start_rotate):
+                triton_layers.rotate(torch.empty(n, heads, size, dtype=dtype), turn, turn, back=back, stepwise=stepwise)
+    for starter in (triton_layers._start_gated, triton_layers._start_rotate):
         assert starter.kernel.direct > starter.kernel.ordinary >= len(starter.kernel.variants) > 4
 
 
@@ -207,9 +209,9 @@ def test_addresses_that_sixteen_does_not_divide_go_the_ordinary_way(launch: Modu
 
 
 def test_what_is_no_compiled_kernel_is_not_kept(launch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    from klamp.kernels import fused
+    from klamp.kernels import triton_kernels
 
-    monkeypatch.setattr(fused, "DIRECT", ())
+    monkeypatch.setattr(triton_kernels, "DIRECT", ())
     for _ in range(3):
         launch.scale(torch.zeros(64), torch.ones(()), torch.zeros(64))
     assert launch._scale.kernel.ordinary == 3

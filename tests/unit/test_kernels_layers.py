@@ -59,7 +59,7 @@ def test_rotary_positions() -> None:
 CODE = """
 import torch
 from torch.nn import functional
-from klamp.kernels import fused_layers as f
+from klamp.kernels import triton_layers as f
 torch.manual_seed(0)
 for shape in ((3, 50), (2, 5000), (1, 1)):
     g, u, up = (torch.randn(shape, dtype=torch.float64).requires_grad_() for _ in range(3))

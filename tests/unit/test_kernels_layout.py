@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from klamp.kernels import layout
-from klamp.kernels.work import Plan, Scaling, Side, Work
+from klamp.kernels import chunking
+from klamp.kernels.types import Plan, Scaling, Side, Work
 
 GIB = 2**30
 SHAPES = {"8B": (8192, 4096, 128256), "0.5B": (16384, 896, 151936), "135M": (16384, 576, 49152)}
@@ -19,7 +19,7 @@ def plan(
     head = torch.empty(v, h, dtype=dtype, device="meta")
     tokens = torch.empty(n, dtype=torch.long, device="meta")
     index = tokens if masked else None
-    return layout.plan(Work(Side(hidden, head), None, tokens, index, Scaling(), (n,)), trains_head=trains_head)
+    return chunking.plan(Work(Side(hidden, head), None, tokens, index, Scaling(), (n,)), trains_head=trains_head)
 
 
 @pytest.mark.parametrize("trains_head", [False, True])
@@ -27,7 +27,7 @@ def plan(
 def test_extra_memory_is_below_six_tenths_of_a_gib(name: str, trains_head: bool) -> None:
     n, h, v = SHAPES[name]
     rows = plan(n, h, v, trains_head)
-    logits = (rows.chunk + rows.block) * layout.width(v) * 2
+    logits = (rows.chunk + rows.block) * chunking.width(v) * 2
     assert logits + n * h * 2 < 0.595 * GIB
 
 
@@ -48,9 +48,9 @@ def test_every_vocabulary_gets_rows_and_chunks_divide_blocks(v: int, trains_head
         chunk, block, _ = plan(1000, 64, v, trains_head, dtype)
         assert chunk >= 1
         assert block % chunk == 0
-        assert (chunk + block) * layout.width(v) * dtype.itemsize <= layout.BUDGET
-        assert layout.width(v) >= v
-        assert layout.width(v) % 64 == 0
+        assert (chunk + block) * chunking.width(v) * dtype.itemsize <= chunking.BUDGET
+        assert chunking.width(v) >= v
+        assert chunking.width(v) % 64 == 0
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -70,11 +70,11 @@ def test_a_lead_stays_inside_the_memory_it_is_given(
     first, chunk, width = rows.lead
     assert first * dtype.itemsize <= 4 * h
     assert first <= n
-    room = max(layout.FLOOR, layout.BUDGET - n * h * dtype.itemsize) - masked * first * h * dtype.itemsize
-    assert chunk * layout.width(v) * dtype.itemsize <= room
+    room = max(chunking.FLOOR, chunking.BUDGET - n * h * dtype.itemsize) - masked * first * h * dtype.itemsize
+    assert chunk * chunking.width(v) * dtype.itemsize <= room
     assert 4 * h * (chunk + width) <= room
-    step, steps = layout.slices(v)
-    assert width % (step * steps) == 0 or width == layout.width(v)
+    step, steps = chunking.slices(v)
+    assert width % (step * steps) == 0 or width == chunking.width(v)
 
 
 def test_the_largest_head_is_all_lead_and_small_ones_have_none() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from klamp.kernels.gradients import replace
+from klamp.kernels.autograd import replace
 from klamp.kernels.tiles import Tiles
 
 

@@ -1,8 +1,8 @@
 """From the last hidden states to per-token log-probs, exact KL and entropy, or to a whole policy loss, without logits.
 
 Two implementations of one specification: :mod:`~klamp.kernels.eager` (plain PyTorch, any device) and
-:mod:`~klamp.kernels.fused` (Triton, loaded at its first use). The choice is made once: fused on CUDA where Triton is
-installed, eager elsewhere; ``KLAMP_KERNELS=eager`` or ``=fused`` forces it.
+:mod:`~klamp.kernels.triton_kernels` (Triton, loaded at its first use). The choice is made once: fused on CUDA where
+Triton is installed, eager elsewhere; ``KLAMP_KERNELS=eager`` or ``=fused`` forces it.
 
 Shapes: tokens [...], hidden [..., H], head [V, H], bias [V]. Row i of hidden predicts token i.
 """
@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from klamp.errors import ConfigError, unknown
-from klamp.kernels import eager, jacobians, passes
-from klamp.kernels.full import token_stats_from_logits as _from_logits
+from klamp.kernels import autograd, eager, jacobians
+from klamp.kernels.full_logits import token_stats_from_logits as _from_logits
 from klamp.kernels.heads import HeadSpec, head_of, matches, why_full_logits
-from klamp.kernels.work import FORMS, Asked, Form, Number, Ops, Scaling, TokenStats, Work, ask, prepare, side
+from klamp.kernels.loss_terms import Asked, ask
+from klamp.kernels.types import FORMS, Form, Number, Ops, Scaling, TokenStats, Work, prepare, side
 
 __all__ = [
     "FORMS",
@@ -100,7 +101,7 @@ def token_stats(
         if frozen and names and states.requires_grad and torch.is_grad_enabled():
             out = jacobians.OnePass.apply(states, head, work, ops, names)  # type: ignore[no-untyped-call]
         else:
-            out = passes.Statistics.apply(states, head, bias, work, ops)  # type: ignore[no-untyped-call]
+            out = autograd.Statistics.apply(states, head, bias, work, ops)  # type: ignore[no-untyped-call]
     logp, kl, entropy, ref_rows = out
     if ref_hidden is None:
         given = None if ref_logp is None else work.spread(_constant(work, ref_logp))
@@ -240,7 +241,7 @@ def _ops(hidden: Tensor) -> Ops:
 
 @functools.cache
 def _launch() -> Ops:
-    return cast(Ops, importlib.import_module("klamp.kernels.launch"))
+    return cast(Ops, importlib.import_module("klamp.kernels.triton_launch"))
 
 
 def _work(
@@ -272,7 +273,7 @@ def _priced(work: Work, asked: Asked, head: Tensor, bias: Tensor | None) -> tupl
     """The sum of the counted tokens' losses, with its gradient ready, and the statistics in the caller's shape."""
     hidden = work.policy.hidden
     with _no_autocast(hidden):
-        total, logp, ref_logp, kl, entropy = passes.Loss.apply(  # type: ignore[no-untyped-call]
+        total, logp, ref_logp, kl, entropy = autograd.Loss.apply(  # type: ignore[no-untyped-call]
             hidden, head, bias, work, asked, _ops(hidden), torch.is_grad_enabled()
         )
     if work.reference is None and (given := asked.per_token.get("ref_logp")) is not None:

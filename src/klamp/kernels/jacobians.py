@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from klamp.errors import unknown
-from klamp.kernels.gradients import Gradients, hand_out
-from klamp.kernels.passes import backward_statistics, buffer, cast, logits, upstream_scale
-from klamp.kernels.work import Ops, RowStats, Upstream, Work, cut, sheet
+from klamp.kernels.autograd import Gradients, backward_statistics, buffer, cast, hand_out, logits, upstream_scale
+from klamp.kernels.types import Ops, RowStats, Upstream, Work, cut, sheet
 
 STATISTICS = ("logp", "kl", "entropy")
 

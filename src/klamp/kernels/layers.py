@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from klamp.kernels.gradients import product
+from klamp.kernels.autograd import product
 
 
 class Lora(NamedTuple):
@@ -53,9 +53,9 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) · up``, without a gradient."""
     if gate.is_cuda:
-        from klamp.kernels import fused_layers
+        from klamp.kernels import triton_layers
 
-        return fused_layers.gated(gate.contiguous(), up.contiguous())
+        return triton_layers.gated(gate.contiguous(), up.contiguous())
     return functional.silu(gate) * up
 
 
@@ -122,9 +122,9 @@ class _GatedDown(torch.autograd.Function):
 def _gated_gradient(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up from that of ``silu(gate) · up``; ``grad`` may be written over."""
     if gate.is_cuda:
-        from klamp.kernels import fused_layers
+        from klamp.kernels import triton_layers
 
-        return fused_layers.gated_gradient(gate, up, grad)
+        return triton_layers.gated_gradient(gate, up, grad)
     s = gate.sigmoid()
     return grad * up * s * (1 + gate * (1 - s)), grad * gate * s
 
@@ -146,10 +146,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
     shape = x.shape
     x, cos, sin = x.reshape(-1, *shape[-2:]), cos.reshape(-1, shape[-1]), sin.reshape(-1, shape[-1])
     if x.is_cuda:
-        from klamp.kernels import fused_layers
+        from klamp.kernels import triton_layers
 
         x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
-        return fused_layers.rotate(x, cos, sin, back=back).view(shape)
+        return triton_layers.rotate(x, cos, sin, back=back).view(shape)
     first, second = x.chunk(2, -1)
     turned = torch.cat([-second, first], -1)
     return (x * cos[:, None] + turned * (-sin if back else sin)[:, None]).to(x.dtype).view(shape)

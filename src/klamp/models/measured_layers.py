@@ -43,7 +43,7 @@ class MeasuredLayer:
     def _forward(self, x: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor | None, maps: list[Any]) -> Tensor:
         from transformers.integrations import sdpa_attention
 
-        from klamp.kernels.fused_layers import gated, rotate
+        from klamp.kernels.triton_layers import gated, rotate
 
         attend: Any = sdpa_attention.sdpa_attention_forward
         layer, (rows, length, width) = self.layer, x.shape

@@ -99,16 +99,16 @@ class LayerForward:
         live: Tensor,
         column: Tensor,
     ) -> Tensor:
-        from klamp.kernels import fused_decode
-        from klamp.kernels.fused_norm import rms_norm
+        from klamp.kernels import triton_decode
+        from klamp.kernels.triton_norm import rms_norm
 
         layer = self.layer
         q, k, v = self.qkv(rms_norm(x, layer.input_layernorm.weight, self.eps, 0.0))
-        q = fused_decode.place(q, k, v, self.norms, turn, column, cache)
-        found = fused_decode.attend(q, cache, seen, live, column, layer.self_attn.scaling)
+        q = triton_decode.place(q, k, v, self.norms, turn, column, cache)
+        found = triton_decode.attend(q, cache, seen, live, column, layer.self_attn.scaling)
         x = added(x, found, layer.self_attn.o_proj)
         gate, up = self.gate_up(rms_norm(x, layer.post_attention_layernorm.weight, self.eps, 0.0))
-        return added(x, fused_decode.gated(gate, up), layer.mlp.down_proj)
+        return added(x, triton_decode.gated(gate, up), layer.mlp.down_proj)
 
 
 def added(x: Tensor, y: Tensor, linear: Any) -> Tensor:

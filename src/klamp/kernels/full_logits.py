@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from klamp.errors import ConfigError
-from klamp.kernels.work import Ops, RowStats, Scaling, Sheet, TokenStats, Upstream, check_tokens, counted, lowest
+from klamp.kernels.types import Ops, RowStats, Scaling, Sheet, TokenStats, Upstream, check_tokens, counted, lowest
 
 # Rows copied at a time: enough to fill a GPU, few enough to be nothing beside the logits.
 CHUNK = 256

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from klamp.kernels.start import Starter, common
+from klamp.kernels.triton_launch import Starter, common
 
 BLOCK = 4096
 

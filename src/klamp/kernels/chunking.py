@@ -5,7 +5,7 @@ All of it was chosen by measurement on an H200 (docs/performance.md); nothing is
 
 from __future__ import annotations
 
-from klamp.kernels.work import Lead, Plan, Scaling, Work
+from klamp.kernels.types import Lead, Plan, Scaling, Work
 
 # Logits of both models and the gradient of the hidden states together, in bytes. Logits alone get at least FLOOR, so
 # that the cost of a token does not depend on how many there are.

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, index"
 """``∂s/∂x`` of a row's statistics in Triton, in one pass over its logits, and the rows that a loss makes of them.
 
-As in :mod:`~klamp.kernels.fused`, of whose parts it is made: a program takes a slice of a row, publishes its partial
-sums, waits for those of the others, and finds its logits again in the second-level cache.
+As in :mod:`~klamp.kernels.triton_kernels`, of whose parts it is made: a program takes a slice of a row, publishes its
+partial sums, waits for those of the others, and finds its logits again in the second-level cache.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from klamp.kernels.fused import LN2, LOG2E, LOWEST, _finish, _gather, _logits, _publish, _walk
+from klamp.kernels.triton_kernels import LN2, LOG2E, LOWEST, _finish, _gather, _logits, _publish, _walk
 
 
 @triton.jit(
@@ -23,8 +23,8 @@ def _jacobians(
     CAPPED: tl.constexpr, PHASE: tl.constexpr,
     SLICES: tl.constexpr, STEPS: tl.constexpr, TAIL: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program a slice of a row, as :func:`~klamp.kernels.fused._one_pass`. The buffers for ``∂s/∂x``, None where
-    nobody asks, have the stride of the logits; z's and y's own may be among them.
+    """One program a slice of a row, as :func:`~klamp.kernels.triton_kernels._one_pass`. The buffers for ``∂s/∂x``, None
+    where nobody asks, have the stride of the logits; z's and y's own may be among them.
     """
     number = tl.program_id(0)
     if PHASE == 0 and SLICES > 1:
@@ -156,3 +156,11 @@ def _combine_rows(
         total += tl.load(c_ptr + row).to(tl.float32) * tl.load(v_ptr + 2 * step + at, mask=at < width).to(tl.float32)
     place = row.to(tl.int64) if index_ptr is None else tl.load(index_ptr + row)
     tl.store(out_ptr + place * width + at, total.to(out_ptr.dtype.element_ty), mask=at < width)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _scale(source_ptr, factor_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    """``out = factor · source``, rounded once."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(source_ptr + at, mask=at < count).to(tl.float32) * tl.load(factor_ptr).to(tl.float32)
+    tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=at < count)

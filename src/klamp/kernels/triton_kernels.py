@@ -9,7 +9,7 @@ Matrix products stay with cuBLAS. For a row of logits z and reference logits y, 
 A loss is one pass (:func:`_one_pass`): a program takes a slice of a row, publishes its partial sums, waits for those of
 the row's other slices, and writes the gradient over its logits, which it finds again in the second-level cache. Partial
 sums are combined in the order of the slices, so results repeat to the bit. No number that steers is a compile-time
-constant. :mod:`~klamp.kernels.launch` starts these kernels.
+constant. :mod:`~klamp.kernels.triton_launch` starts these kernels.
 """
 
 from __future__ import annotations
@@ -401,11 +401,3 @@ def _slope(x, y, cap, unit, m, pull, level, spike, CAPPED: tl.constexpr, FORM: t
     if CAPPED:
         g *= 1.0 - (x / cap) * (x / cap)
     return g
-
-
-@triton.jit(do_not_specialize=["count"])
-def _scale(source_ptr, factor_ptr, out_ptr, count, BLOCK: tl.constexpr):
-    """``out = factor · source``, rounded once."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(source_ptr + at, mask=at < count).to(tl.float32) * tl.load(factor_ptr).to(tl.float32)
-    tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=at < count)

@@ -1,5 +1,4 @@
-# mypy: disable-error-code="no-untyped-call, index"
-"""The fused kernels as the operations of :class:`~klamp.kernels.work.Ops`: shapes, launches, nothing else.
+"""The fused kernels as the operations of :class:`~klamp.kernels.types.Ops`: shapes, launches, nothing else.
 
 Imported at the first use of a GPU, for it brings in Triton. Shapes: [rows, V] logits, [rows] everything else.
 """
@@ -7,17 +6,55 @@ Imported at the first use of a GPU, for it brings in Triton. Shapes: [rows, V] l
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from klamp.errors import ConfigError
-from klamp.kernels import fused, fused_jacobians
-from klamp.kernels.layout import plan, rows_at_a_time, scales, slices, width
-from klamp.kernels.start import Starter, common
+from klamp.kernels import triton_jacobians, triton_kernels
+from klamp.kernels.chunking import plan, rows_at_a_time, scales, slices, width
 from klamp.kernels.tiles import Tiles
-from klamp.kernels.work import Logits, RowStats, Scaling, Sheet, Terms, Upstream
+from klamp.kernels.types import Logits, RowStats, Scaling, Sheet, Terms, Upstream
+
+
+class Starter:
+    """Starts one kernel, with ``warps`` warps a program."""
+
+    def __init__(self, kernel: Any, warps: int) -> None:
+        self.kernel, self.warps = kernel, warps
+        self.compiled: dict[Hashable, Any] = {}
+
+    def __call__(self, programs: tuple[int, int, int], args: tuple[Any, ...], key: tuple[Hashable, ...]) -> None:
+        """Start it with all its arguments, by position. Equal keys promise equal code, but for those led by None."""
+        known = self.compiled.get(key)
+        if known is not None:
+            known[programs](*args)
+            return
+        made = self.kernel[programs](*args, num_warps=self.warps)
+        if key[0] is not None and isinstance(made, triton_kernels.DIRECT):
+            self.compiled[key] = made
+
+
+def common(*tensors: Tensor | None) -> Hashable:
+    """What leads a key: the device, and the types of tensors on whose addresses compiled code depends.
+
+    It may count on their being multiples of 16: those of our own are, and where one is not there is None to lead by.
+    """
+    if triton_kernels.INTERPRETED:
+        return None
+    address = 0
+    for x in tensors:
+        if x is not None:
+            address |= x.data_ptr()
+    if address % 16:
+        return None
+    return (torch.cuda.current_device(), *(None if x is None else x.dtype for x in tensors))
+
+
+# mypy: disable-error-code="no-untyped-call, index"
+
 
 __all__ = [
     "combine",
@@ -36,12 +73,12 @@ WARPS, STAGES = 4, 3
 FORM = {None: 0, "k2": 1, "k3": 2, "weighted_k3": 3, "exact": 4, "sequence_exact": 4}
 BLOCK = 4096
 
-_scale = Starter(fused._scale, 8)
-_row_stats = Starter(fused._row_stats, WARPS)
-_row_gradient = Starter(fused._row_gradient, WARPS)
-_one_pass = Starter(fused._one_pass, WARPS)
-_jacobians = Starter(fused_jacobians._jacobians, WARPS)
-_combine_rows = Starter(fused_jacobians._combine_rows, WARPS)
+_scale = Starter(triton_jacobians._scale, 8)
+_row_stats = Starter(triton_kernels._row_stats, WARPS)
+_row_gradient = Starter(triton_kernels._row_gradient, WARPS)
+_one_pass = Starter(triton_kernels._one_pass, WARPS)
+_jacobians = Starter(triton_jacobians._jacobians, WARPS)
+_combine_rows = Starter(triton_jacobians._combine_rows, WARPS)
 
 
 class Cuts(NamedTuple):
@@ -57,7 +94,7 @@ class Cuts(NamedTuple):
 
 @functools.cache
 def cuts(vocabulary: int, step: int, steps: int) -> Cuts:
-    """The slices of a row, from :func:`~klamp.kernels.layout.slices`."""
+    """The slices of a row, from :func:`~klamp.kernels.chunking.slices`."""
     number = _parts(vocabulary, steps * step)
     tail = _parts(vocabulary, step) - (number - 1) * steps
     return Cuts(number, 1 << (number - 1).bit_length(), steps, tail, step)
@@ -117,7 +154,7 @@ def loss_gradient(z: Logits, ref: Tensor | None, tokens: Tensor, terms: Terms, s
     numbers = (*scales(scaling), 1e30 if terms.tail is None else float(terms.tail))
     where, absent = common(memory, ref, terms.knobs, part), tuple(x is None for x in given)
     has_ref, capped, form = ref is not None, scaling.softcap is not None, FORM[terms.form]
-    for phase in (1, 2) if fused.INTERPRETED and number > 1 else (0,):
+    for phase in (1, 2) if triton_kernels.INTERPRETED and number > 1 else (0,):
         fixed = (has_ref, capped, form, phase, *cut, STAGES, terms.once)
         key = (where, absent, place[2:4], stride, fixed)
         _one_pass((rows * number, 1, 1), (*pointers, *sizes, *numbers, *fixed), key)
@@ -146,7 +183,7 @@ def jacobians(
     pointers = (z, ref, *given, tokens, out.lines, part, gate)
     sizes = (out.lines.stride(0), vocabulary, number, stride, *scales(scaling))
     where = common(z, ref, *given, part)
-    for phase in (1, 2) if fused.INTERPRETED and number > 1 else (0,):
+    for phase in (1, 2) if triton_kernels.INTERPRETED and number > 1 else (0,):
         fixed = (capped, phase, *cut, STAGES)
         _jacobians((rows * number, 1, 1), (*pointers, *sizes, *fixed), (where, stride, fixed))
 
@@ -174,7 +211,7 @@ def _placed(z: Logits) -> tuple[Tensor, tuple[int, int, int, int, int]]:
 
 
 def _usable(z: Tensor) -> None:
-    if not (z.is_cuda or fused.INTERPRETED):
+    if not (z.is_cuda or triton_kernels.INTERPRETED):
         raise ConfigError(
             f"KLAMP_KERNELS is 'fused' but the tensors are on {z.device}. Move them to a GPU, or unset the variable."
         )
