@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         Scheduled,
         State,
         Stateful,
+        Target,
         Ziegler,
     )
     from klamp.errors import ConfigError, KlampError
@@ -64,7 +65,7 @@ HOMES = {
     "control_state": ("ControlState",),
     "controllers": (
         *("Controller", "Doubling", "Exponential", "Fixed", "Hold"),
-        *("HoldState", "Scheduled", "State", "Stateful", "Ziegler"),
+        *("HoldState", "Scheduled", "State", "Stateful", "Target", "Ziegler"),
     ),
     "errors": ("ConfigError", "KlampError"),
     "estimators": (
@@ -124,6 +125,7 @@ __all__ = [
     "SequenceKL",
     "State",
     "Stateful",
+    "Target",
     "Ziegler",
     "absolute",
     "audit_function",

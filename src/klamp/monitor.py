@@ -19,7 +19,7 @@ from statistics import fmean, median
 from types import MappingProxyType
 from typing import Any
 
-from klamp.controllers.base import Bounds, check_bounds
+from klamp.controllers.base import Bounds, Target, check_bounds, split_target
 from klamp.errors import ConfigError, require_number
 from klamp.masked import Unit, check_unit
 
@@ -125,7 +125,7 @@ class Monitor:
 
     def __init__(
         self,
-        target: float | None = None,
+        target: float | Target | None = None,
         per: Unit | None = None,
         *,
         window: int = 100,
@@ -135,12 +135,15 @@ class Monitor:
         path: str | Path | None = None,
         advice: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        if target is not None:
-            check_unit("Monitor.per", per)
-            require_number("Monitor.target", target, above=0, way_out="Leave it out to record without a target.")
+        self.target: float | None
+        self.per: Unit | None
+        self.target, self.per = split_target("Monitor", target, per)
+        if self.target is not None:
+            check_unit("Monitor.per", self.per)
+            require_number("Monitor.target", self.target, above=0, way_out="Leave it out to record without a target.")
         require_number("Monitor.window", window, at_least=1, way_out="It counts steps; 100 is usual.")
         check_bounds("Monitor", bounds)
-        self.target, self.per, self.bounds = target, per, bounds
+        self.bounds = bounds
         self.limits = limits or Limits()
         self.advice = {**ADVICE, **advice}
         self.callback = callback

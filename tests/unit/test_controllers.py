@@ -228,5 +228,30 @@ def test_stateful_refuses_a_state_of_another_kind() -> None:
 
 def test_every_controller_keeps_the_protocol() -> None:
     kinds = {type(c) for c in CONTROLLERS.values()}
-    others = {klamp.Controller, State, klamp.HoldState, Stateful}
+    others = {klamp.Controller, State, klamp.HoldState, klamp.Target, Stateful}
     assert kinds == {getattr(klamp, name) for name in klamp.controllers.__all__} - others
+
+
+# A target is one value
+
+
+@pytest.mark.parametrize("kind", [Hold, Ziegler, Exponential, Doubling])
+def test_a_target_with_its_unit_is_the_two_arguments(kind: Any) -> None:
+    whole, apart = kind(klamp.Target(0.05, per="token")), kind(0.05, per="token")
+    assert whole == apart
+    assert (whole.target, whole.per) == (0.05, "token")
+    assert whole.update(whole.init(), 0.2, 8) == apart.update(apart.init(), 0.2, 8)
+    assert kind(klamp.Target(0.05, per="token"), per="token") == apart
+    with pytest.raises(ConfigError, match=f"{kind.__name__}.per is 'sequence', and the target is 0.05 nats per token"):
+        kind(klamp.Target(0.05, per="token"), per="sequence")
+
+
+def test_a_target_goes_to_the_monitor_too_and_is_checked_when_it_is_made() -> None:
+    monitor = klamp.Monitor(klamp.Target(0.05, per="token"))
+    assert (monitor.target, monitor.per) == (0.05, "token")
+    assert str(klamp.Target(6, per="sequence")) == "6 nats per sequence"
+    for bad in ({"kl": 0.0, "per": "token"}, {"kl": "0.05", "per": "token"}, {"kl": 0.05, "per": "word"}):
+        with pytest.raises(ConfigError, match="Target"):
+            klamp.Target(**bad)
+    with pytest.raises(TypeError):
+        klamp.Target(0.05)  # type: ignore[call-arg]

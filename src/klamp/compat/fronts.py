@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from klamp.controllers import Exponential, Fixed, Stateful, Ziegler
+from klamp.controllers.base import nats
 from klamp.errors import require_number
 from klamp.masked import Unit
 
@@ -44,7 +45,7 @@ class ZieglerFront(SteeringFront):
     @property
     def target(self) -> float:
         """The KL to hold; may be set."""
-        return self.controller.target
+        return nats(self.controller.target)
 
     @target.setter
     def target(self, target: float) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from klamp.compat.fronts import UNSTATED, SteeringFront
 from klamp.controllers import Exponential
+from klamp.controllers.base import nats
 
 __all__ = ["AdaptiveKLController"]
 
@@ -36,7 +37,7 @@ class AdaptiveKLController(SteeringFront):
     @property
     def target_kl(self) -> float:
         """The KL to hold; may be set."""
-        return self.controller.target
+        return nats(self.controller.target)
 
     @target_kl.setter
     def target_kl(self, target: float) -> None:

@@ -1,6 +1,6 @@
 """Controllers of the price: frozen settings with ``init() -> State`` and a pure ``update(state, kl, n=1) -> State``."""
 
-from klamp.controllers.base import Controller, State
+from klamp.controllers.base import Controller, State, Target
 from klamp.controllers.classic import Doubling, Exponential, Fixed, Scheduled, Ziegler
 from klamp.controllers.hold import Hold, HoldState
 from klamp.controllers.stateful import Stateful
@@ -15,5 +15,6 @@ __all__ = [
     "Scheduled",
     "State",
     "Stateful",
+    "Target",
     "Ziegler",
 ]

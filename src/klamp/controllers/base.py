@@ -216,13 +216,53 @@ def clip(x: float, low: float, high: float) -> float:
     return min(max(x, low), high)
 
 
-def check_target(name: str, target: object, per: object) -> None:
-    """A controller's target is a positive number with a unit."""
-    unit: Unit = check_unit(f"{name}.per", per)
+@dataclass(frozen=True)
+class Target:
+    """A KL to hold, with its unit: ``Target(0.05, per="token")`` is one value, to be passed on as one.
+
+    Args:
+        kl: nats per ``per``, > 0.
+        per: ``"token"``, ``"sequence"`` (the sum over a sequence) or ``"sequence_mean"``.
+    """
+
+    kl: float
+    per: Unit
+
+    def __post_init__(self) -> None:
+        _check_nats("Target", "kl", self.kl, check_unit("Target.per", self.per))
+
+    def __str__(self) -> str:
+        return f"{self.kl:g} nats per {self.per}"
+
+
+def nats(target: float | Target) -> float:
+    """The number of a target."""
+    return target.kl if isinstance(target, Target) else target
+
+
+def split_target(name: str, target: Any, per: Any) -> tuple[Any, Any]:
+    """(number, unit) of a target that is one value or two; a unit given twice must be the same."""
+    if not isinstance(target, Target):
+        return target, per
+    if per not in (None, target.per):
+        raise ConfigError(f"{name}.per is {shown(per)}, and the target is {target}. Leave per out.")
+    return target.kl, target.per
+
+
+def settle_target(controller: Any) -> None:
+    """A controller's target is a positive number with a unit, given as one :class:`Target` or as the two."""
+    name = type(controller).__name__
+    target, per = split_target(name, controller.target, controller.per)
+    object.__setattr__(controller, "target", target)
+    object.__setattr__(controller, "per", per)
+    _check_nats(name, "target", target, check_unit(f"{name}.per", per))
+
+
+def _check_nats(name: str, field: str, target: object, unit: Unit) -> None:
     way_out = f"It is a KL in nats per {unit}; for a constant coefficient use Fixed(beta=...)."
     if isinstance(target, str | bytes | bytearray):  # float() would read it, and arithmetic later fail on it
-        raise ConfigError(f"{name}.target must be a number, got {shown(target)}. {way_out}")
-    require_number(f"{name}.target", target, above=0, way_out=way_out)
+        raise ConfigError(f"{name}.{field} must be a number, got {shown(target)}. {way_out}")
+    require_number(f"{name}.{field}", target, above=0, way_out=way_out)
 
 
 def check_bounds(name: str, bounds: Bounds | None, *, around: float | None = None, field: str = "init_beta") -> None:

@@ -11,7 +11,18 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from klamp.controllers.base import Bounds, State, check_bounds, check_target, clip, multiplied, observed, skip
+from klamp.controllers.base import (
+    Bounds,
+    State,
+    Target,
+    check_bounds,
+    clip,
+    multiplied,
+    nats,
+    observed,
+    settle_target,
+    skip,
+)
 from klamp.errors import ConfigError, require_number
 from klamp.masked import Unit
 
@@ -90,8 +101,8 @@ class Ziegler:
     ``bounds`` are given, as the original is.
     """
 
-    target: float
-    """KL to hold, in nats per ``per``."""
+    target: float | Target
+    """KL to hold, in nats per ``per``; or a :class:`Target`, which has its unit."""
     per: Unit | None = None
     """Unit of the target; required."""
     init_beta: float = 0.2
@@ -104,7 +115,7 @@ class Ziegler:
     """Optional (low, high) for beta."""
 
     def __post_init__(self) -> None:
-        check_target("Ziegler", self.target, self.per)
+        settle_target(self)
         require_number(
             "Ziegler.init_beta",
             self.init_beta,
@@ -134,7 +145,7 @@ class Ziegler:
         if skipped:
             return skipped
         require_number("n", n, at_least=0, way_out="It is the number of sequences behind this KL.")
-        error = clip(observed(kl) / self.target - 1, -self.max_error, self.max_error)
+        error = clip(observed(kl) / nats(self.target) - 1, -self.max_error, self.max_error)
         factor = 1 + error * n / self.horizon
         if factor <= 0:
             raise ConfigError(
@@ -151,8 +162,8 @@ class Exponential:
     The error is absolute, so the gain means another speed in another unit; ``Hold`` is scale-free.
     """
 
-    target: float
-    """KL to hold, in nats per ``per``."""
+    target: float | Target
+    """KL to hold, in nats per ``per``; or a :class:`Target`, which has its unit."""
     per: Unit | None = None
     """Unit of the target; required."""
     init_beta: float = 0.1
@@ -163,7 +174,7 @@ class Exponential:
     """(low, high) for beta."""
 
     def __post_init__(self) -> None:
-        check_target("Exponential", self.target, self.per)
+        settle_target(self)
         require_number("Exponential.init_beta", self.init_beta, above=0, way_out="The rule multiplies; 0 would stay 0.")
         require_number("Exponential.gain", self.gain, above=0, way_out="The tutorial uses 0.1.")
         check_bounds("Exponential", self.bounds, around=self.init_beta)
@@ -187,7 +198,7 @@ class Exponential:
         if skipped:
             return skipped
         # The bounds hold after any exponent; clipping it first keeps exp from overflowing on the way there.
-        factor = math.exp(clip(self.gain * (observed(kl) - self.target), -700.0, 700.0))
+        factor = math.exp(clip(self.gain * (observed(kl) - nats(self.target)), -700.0, 700.0))
         return replace(state, beta=multiplied(state.beta, factor, self.bounds), updates=state.updates + 1)
 
 
@@ -195,8 +206,8 @@ class Exponential:
 class Doubling:
     """``beta · factor`` above ``target · tolerance``, ``beta / factor`` below ``target / tolerance`` (PPO 2017)."""
 
-    target: float
-    """KL to hold, in nats per ``per``."""
+    target: float | Target
+    """KL to hold, in nats per ``per``; or a :class:`Target`, which has its unit."""
     per: Unit | None = None
     """Unit of the target; required."""
     init_beta: float = 1.0
@@ -209,7 +220,7 @@ class Doubling:
     """(low, high) for beta."""
 
     def __post_init__(self) -> None:
-        check_target("Doubling", self.target, self.per)
+        settle_target(self)
         require_number("Doubling.init_beta", self.init_beta, above=0, way_out="The rule multiplies; 0 would stay 0.")
         require_number("Doubling.factor", self.factor, above=1, way_out="PPO uses 2.")
         require_number("Doubling.tolerance", self.tolerance, above=1, way_out="PPO uses 1.5.")
@@ -234,8 +245,8 @@ class Doubling:
         if skipped:
             return skipped
         kl, factor = observed(kl), 1.0
-        if kl > self.target * self.tolerance:
+        if kl > nats(self.target) * self.tolerance:
             factor = self.factor
-        elif kl < self.target / self.tolerance:
+        elif kl < nats(self.target) / self.tolerance:
             factor = 1 / self.factor
         return replace(state, beta=multiplied(state.beta, factor, self.bounds), updates=state.updates + 1)

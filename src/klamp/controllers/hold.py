@@ -82,13 +82,13 @@ class HoldState(State):
 class Hold:
     """``beta = rho* spread x^damping``: finds the price that holds ``target``, and takes it as a ceiling."""
 
-    target: float
+    target: float | base.Target
     per: Unit | None = None
     init_beta: float = 0.1
     bounds: Bounds = (1e-6, 1e4)
 
     def __post_init__(self) -> None:
-        base.check_target("Hold", self.target, self.per)
+        base.settle_target(self)
         require_number("Hold.init_beta", self.init_beta, above=0, way_out="It is the price before the first update.")
         base.check_bounds("Hold", self.bounds, around=self.init_beta)
 
@@ -109,7 +109,7 @@ class Hold:
         if spread is None:
             return HoldState(beta=self.init_beta, best=math.log(self.init_beta))
         require_number("spread", spread, at_least=0, way_out="It is the RMS spread of the advantages in a group.")
-        rho = FEED_FORWARD / math.sqrt(2 * self.target * self._tokens(length))
+        rho = FEED_FORWARD / math.sqrt(2 * base.nats(self.target) * self._tokens(length))
         beta = clip(rho * (spread or 1.0), *self.bounds)
         return HoldState(beta=beta, best=math.log(rho), least=rho / DOUBT, square=spread**2)
 
@@ -142,7 +142,7 @@ class Hold:
         if left_out := base.skip(state, kl, HoldState):
             return left_out
         state, signal = _driven(state, spread)
-        ratio = max(base.observed(kl), 0.0) / self.target
+        ratio = max(base.observed(kl), 0.0) / base.nats(self.target)
         if state.steps or ratio > LEAST**2 or state.updates > 5:  # before, the policy still is its reference
             state = _observe(state, ratio, signal, noise if noise and math.isfinite(noise) else 0.0)
         state = replace(state, x=state.x * math.exp(-effort) if 0 < effort < math.inf else state.x)

@@ -9,7 +9,8 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import TrainerState
 
-from klamp.controllers import Controller, Hold
+from klamp.controllers import Controller, Hold, Target
+from klamp.controllers.base import split_target
 from klamp.errors import ConfigError
 from klamp.masked import Unit
 
@@ -29,12 +30,13 @@ def calling_trainer(callback: TrainerCallback) -> Trainer | None:
     return None
 
 
-def controller_of(controller: Controller | None, target: float | None, per: Unit | None) -> Controller:
+def controller_of(controller: Controller | None, target: float | Target | None, per: Unit | None) -> Controller:
     """The controller, or ``Hold`` at ``target`` nats ``per`` token or sequence."""
     if controller is not None:
         if target is not None or per is not None:
             raise ConfigError("KLControl was given a controller and target or per as well. Set them in the controller.")
         return controller
+    target, per = split_target("KLControl", target, per)
     if target is None or per is None:
         missing = "target and per are" if target is None and per is None else f"{'per' if per is None else 'target'} is"
         raise ConfigError(

@@ -17,7 +17,7 @@ from trl.trainer.rloo_trainer import RLOOTrainer
 
 from klamp.clamp import LIMIT, Clamped, Scaler, lora_scaler, weights_scaler
 from klamp.control import Control
-from klamp.controllers import Controller, State
+from klamp.controllers import Controller, State, Target
 from klamp.errors import ConfigError, KlampError, require_number
 from klamp.integrations import trl_checks as checks
 from klamp.integrations.trl_attach import Reminder, calling_trainer, controller_of, remind
@@ -60,7 +60,7 @@ class KLControl(TrainerCallback):
         trainer: Trainer | None = None,
         controller: Controller | None = None,
         *,
-        target: float | None = None,
+        target: float | Target | None = None,
         per: Unit | None = None,
         clamp: bool | None = None,
         limit: float | None = None,
