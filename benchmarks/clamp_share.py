@@ -100,7 +100,7 @@ def main() -> None:
     for prompts in sizes:
         found = noise(prompts, args)
         measured = 8 * prompts // kl_measurement.stride_of(8 * prompts, kl_measurement.ENOUGH)
-        rms = {k: 100 * math.sqrt(statistics.mean(x * x for x in v)) for k, v in found.items()}
+        rms = {k: 100 * math.sqrt(statistics.mean([x * x for x in v] or [math.nan])) for k, v in found.items()}
         print(
             f"  {measured:3} of {8 * prompts:3} sequences, {len(found['level'])} steps: change {rms['carried']:.2f}, "
             f"level {rms['level']:.1f}",
