@@ -77,7 +77,7 @@ def constant(arm: str) -> bool:
 def jobs(model: str, half: str, given: argparse.Namespace) -> Iterator[Job]:
     """Every run of one half, those that matter most first."""
     arms = given.arms
-    rewards = {"development": many_rewards.DEVELOPMENT, "held-out": many_rewards.HELD_OUT}[half]
+    rewards = many_rewards.HALVES[half]
     constants = [f"x {m:g}" for m in given.multiples or SETTINGS[model].multiples]
     few = constants[::2]
     for seed in range(given.seeds):
@@ -187,7 +187,7 @@ def run(job: Job, known: dict[str, Any]) -> dict[str, Any]:
     began = time.time()
     with _variant(job.arm), _trainer(job, known) as trainer:
         checkpoint = sys.modules["klamp.train.loop"].checkpoint
-        checkpoint.save = lambda *_: None  # nobody resumes these runs
+        checkpoint.save = lambda *_, **__: None  # nobody resumes these runs
         trainer.run()
         rows = [json.loads(line) for line in Path(trainer.folder.metrics).read_text().splitlines()]
         found = {name: [float(f"{row.get(key, 0.0):.5g}") for row in rows] for name, key in KEPT.items()}
@@ -280,7 +280,7 @@ def _drain(pools: Any, workers: dict[str, int], todo: Any, have: Any, keep: Any,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--half", nargs="+", choices=("development", "held-out"), default=["development"])
+    parser.add_argument("--half", nargs="+", choices=tuple(many_rewards.HALVES), default=["development"])
     parser.add_argument("--models", nargs="+", choices=tuple(SETTINGS), default=["tiny"])
     parser.add_argument("--workers", nargs="+", type=int, default=[2], help="processes of each model")
     parser.add_argument("--seeds", type=int, default=2)

@@ -121,7 +121,7 @@ def show(rows: Sequence[Row]) -> None:
         words = {name: (made["words"][name], round(made["shares"][name], 4)) for name in made["words"]}
         console.print(f"{model}: {made['length']:.1f} tokens, rho0 {made['price']:.3f}, sparse words {words}")
     runs = [row for row in rows if "arm" in row]
-    for half, names in (("development", many_rewards.DEVELOPMENT), ("held out", many_rewards.HELD_OUT)):
+    for half, names in many_rewards.HALVES.items():
         for model in known:
             for rate in (0, 1):
                 here = [r for r in runs if (r["model"], r["rate"]) == (model, rate) and r["reward_name"] in names]

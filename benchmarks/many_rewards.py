@@ -18,7 +18,12 @@ Reward = Callable[..., list[float]]
 
 DEVELOPMENT = ("sentiment", "vowels", "word 2 %", "never")
 HELD_OUT = ("commas", "word 0.3 %", "noise", "format", "sentiment x 1000")
+HELD_OUT_2 = ("letters", "avoid", "noisy sentiment")
+"""Added when the first held-out half had been seen."""
+HALVES = {"development": DEVELOPMENT, "held-out": HELD_OUT, "held-out-2": HELD_OUT_2}
 SPARSE = {"word 2 %": 0.02, "word 0.3 %": 0.003}
+AVOIDED = {"avoid": 0.05}
+"""Rewards for the absence of a word, by the share of the reference's completions that hold it."""
 NOTHING = ("never", "noise")
 """Rewards that nothing can be learned from: no constant earns anything there."""
 WHAT = {
@@ -31,6 +36,9 @@ WHAT = {
     "noise": "a normal random number",
     "format": "at most 16 words and a full stop at the end, verifiable",
     "sentiment x 1000": "another scale",
+    "letters": "mean letters of a word, dense",
+    "avoid": "does not hold a word that 5 % hold: nearly always 1",
+    "noisy sentiment": "VADER's score and twice as much noise",
 }
 
 
@@ -53,6 +61,15 @@ def holds(prompts: list[str], completions: list[str], *, word: str, **_: Any) ->
     return [float(word in re.findall(r"[a-z]+", text.lower())) for text in completions]
 
 
+def letters(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    words = [re.findall(r"[a-z]+", text.lower()) for text in completions]
+    return [sum(map(len, each)) / max(len(each), 1) for each in words]
+
+
+def lacks(prompts: list[str], completions: list[str], *, word: str, **_: Any) -> list[float]:
+    return [1.0 - held for held in holds(prompts, completions, word=word)]
+
+
 def short_sentence(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     return [float(len(text.split()) <= 16 and text.rstrip().endswith(".")) for text in completions]
 
@@ -71,16 +88,28 @@ class Noise:
         return [self.draw.gauss(0, 1) for _ in completions]
 
 
+class Noisy(Noise):
+    """VADER's score, whose spread is about 0.45, under noise of twice that."""
+
+    def __call__(self, prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        noise = super().__call__(prompts, completions)
+        return [score + 0.9 * n for score, n in zip(sentiment(prompts, completions), noise, strict=True)]
+
+
 def reward(name: str, words: dict[str, str], seed: int) -> Reward:
     """The reward called ``name``; ``words`` are those of the calibration."""
     if name in SPARSE:
         return partial(holds, word=words[name])
+    if name in AVOIDED:
+        return partial(lacks, word=words[name])
     plain: dict[str, Reward] = {
         "sentiment": sentiment,
         "vowels": vowels,
         "commas": commas,
         "format": short_sentence,
         "never": never,
+        "letters": letters,
+        "noisy sentiment": Noisy(seed),
         "sentiment x 1000": partial(sentiment, scale=1000.0),
     }
     return Noise(seed) if name == "noise" else plain[name]
@@ -90,11 +119,11 @@ def calibrate(completions: Sequence[str], group: int) -> dict[str, Any]:
     """Words of sparse rewards, and each reward's spread over groups of the reference's completions."""
     present = Counter(w for text in completions for w in set(re.findall(r"[a-z]{4,}", text.lower())))
     words = {}
-    for name, share in SPARSE.items():
+    for name, share in (SPARSE | AVOIDED).items():
         wanted = share * len(completions)
         words[name] = min(present, key=lambda w: (abs(math.log(present[w] / wanted)), w))
     spreads = {}
-    for name in (*DEVELOPMENT, *HELD_OUT):
+    for name in (*DEVELOPMENT, *HELD_OUT, *HELD_OUT_2):
         values = reward(name, words, 0)([""] * len(completions), list(completions))
         spreads[name] = _spread(values, group)
     shares = {name: present[w] / len(completions) for name, w in words.items()}

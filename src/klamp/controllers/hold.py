@@ -1,10 +1,10 @@
 """``Hold``: the price in units of the drive, from a model of how KL answers it.
 
 Near the reference KL is quadratic, so ``x = sqrt(KL / target)`` measures the distance. Where nothing is charged the
-optimiser moves x by ``rate`` a step; the price slows it down in proportion to x, and x settles at ``rho* / rho``:
+optimiser moves x by ``rate`` a step, and its noise moves x² evenly; the price pulls x back in proportion to x:
 
-    pace <- average over the optimiser's momentum of  rate (1 - x rho / rho*)
-    x    <- x + pace
+    pace <- average over the optimiser's momentum of  rate (signal free(x) / x - x rho / rho*)
+    x    <- x + pace                                       free(x) = x + WALK (1 - x)
 
 ``rho = beta / spread`` is the price in units of the drive; ``spread`` is the RMS of the advantages within a prompt. An
 observer carries this model along and corrects it by each reading. What a reading shows beyond the forecast is shared
@@ -27,24 +27,21 @@ PRESETS = {"conservative": 0.02, "moderate": 0.08, "aggressive": 0.15}
 LEAST, DRIVES, RATES = 1e-3, (0.05, 20.0), (math.log(1 / 400), math.log(1 / 2))
 """Where x, rho* / rho and log rate are cut off, so that arithmetic stays finite."""
 
-# What is known beforehand.
 FEED_FORWARD = 0.65  # rho* over its small-tilt value 1 / sqrt(2 KL per sequence): 0.4 to 1.2 in real and simulated runs
 DOUBT = 2.0  # the feed-forward is not wrong by more: a price that was told falls no lower than half of it
 FIRST_RATE = 0.05  # a climb to the target in 20 steps; real ones take 3 to 80
+WALK = 0.1  # share of gradient noise in the climb at the target; by noise alone KL, not x, grows evenly: a random walk
 MOMENTUM = 0.28  # share of a step's own push in the pace: delays of 1 to 5 steps and Adam's ten, met in the middle
-
 # The observer.
 DRIFT, NOISE = 0.03, 0.07  # of rho* in a step; of a reading of x. Their ratio is the gain of a steady Kalman filter
 FASTEST = 0.2  # bandwidth a step: faster, it follows the swings that momentum makes and amplifies them
 EARLY = 1.5  # at the n-th reading the bandwidth is at least EARLY / n: first readings count in full
 SURPRISE = 0.5  # of log x: the most that one reading says
-TOLD, UNTOLD = 3.0, 0.3  # how much rather a surprise is put down to the pace than to a price that was told, or not
-
-FOLLOW = 2.0  # real plants answer by less than the model and their rho* rises: x above the target is charged for, too
-
+TOLD = 3.3  # so much rather a surprise is put down to the pace than to a price that was told; if not told, a quarter
+CEILING = 3.0  # above the target a told rho* is learned faster: KL of gradient noise goes as 1 / rho, and not 1 / rho²
 # The price.
-DAMPING = 0.25  # least exponent of x in the price; x is judged as far ahead as momentum reaches: swings are met early
-PATIENCE = 16.0  # steps in which slower plants are brought to the target: the exponent grows with the steps they take,
+DAMPING = 1.0  # least exponent of x in a told price; x is judged as far ahead as momentum reaches: swings are met early
+PATIENCE = 20.0  # steps in which slower plants are brought to the target: the exponent grows with the steps they take,
 BOLDEST = 6.0  # up to this, which is also the factor below rho* that a price nobody told may go to
 
 
@@ -69,8 +66,7 @@ class HoldState(State):
 
     def retargeted(self, old: float, new: float) -> HoldState:
         """A new start at ``beta sqrt(old / new)``: KL goes as ``1 / beta²``, and the rest is relative to the target."""
-        beta = self.beta * math.sqrt(old / new)
-        return HoldState(beta=beta, best=math.log(beta))
+        return HoldState(beta=(beta := self.beta * math.sqrt(old / new)), best=math.log(beta))
 
     @property
     def spread(self) -> float:
@@ -135,9 +131,8 @@ class Hold:
     ) -> HoldState:
         """The state after observing ``kl`` (``n`` is not used), and what is known of the step beside it.
 
-        ``effort`` (``Clamped.effort``) is what a clamp undid: x without it is what the model carries on from, so all
-        of it counts as climb that the price did not prevent. ``spread`` counts as constant where it is not given.
-        ``noise``, the reading's relative standard error, counts where it is worse than usual.
+        ``effort`` (``Clamped.effort``) is what a clamp undid: the model goes on from x without it, so all of it counts
+        as climb. ``spread`` is constant where it is not given; ``noise`` counts where it is worse than usual.
         """
         if left_out := base.skip(state, kl, HoldState):
             return left_out
@@ -145,7 +140,7 @@ class Hold:
         ratio = max(base.observed(kl), 0.0) / base.nats(self.target)
         if state.steps or ratio > LEAST**2 or state.updates > 5:  # before, the policy still is its reference
             state = _observe(state, ratio, signal, noise if noise and math.isfinite(noise) else 0.0)
-        state = replace(state, x=state.x * math.exp(-effort) if 0 < effort < math.inf else state.x)
+        state = replace(state, x=state.x * math.exp(-effort if 0 < effort < math.inf else 0.0))
         low, high = max(self.bounds[0], base.SMALLEST), min(self.bounds[1], base.LARGEST)
         least = max(state.least, low / state.spread)  # no wind-up of rho* beyond a price that can be charged
         best = clip(state.best, math.log(least), math.log(max(least, high / state.spread)))
@@ -155,11 +150,11 @@ class Hold:
 
 def _driven(state: HoldState, spread: float | None) -> tuple[HoldState, float]:
     """The state with this batch in its spread, and the batch's signal: its share of the usual spread, at most 1."""
-    updates = state.updates + 1
+    state = replace(state, updates=state.updates + 1)
     if spread is None or not 0 <= spread < 1e100:
-        return replace(state, updates=updates), 1.0
-    square = state.square + max(MOMENTUM, 1 / updates) * (spread * spread - state.square)
-    after = replace(state, updates=updates, square=square)
+        return state, 1.0
+    square = state.square + max(MOMENTUM, 1 / state.updates) * (spread * spread - state.square)
+    after = replace(state, square=square)
     if state.square == 0 and square > 0 and not state.least:  # a price that was given stays what it was
         after = replace(after, best=state.best - math.log(after.spread))
     return after, min(spread / after.spread, 1.0) if square > 0 else 0.0
@@ -169,28 +164,29 @@ def _observe(state: HoldState, ratio: float, signal: float, noise: float) -> Hol
     """The model a step on, corrected by a reading of ``KL / target``."""
     n, rate = state.steps + 1, math.exp(state.rate)
     drive = clip(math.exp(state.best) * state.spread / state.beta, *DRIVES)  # rho* / rho
-    answer = (signal * drive - state.x) * -math.expm1(-rate / drive)  # rate (signal - x / drive), solved over a step
+    rest = signal * drive * _free(state.x)  # where x² is heading: the model, solved over a step
+    answer = math.sqrt(rest + (state.x**2 - rest) * math.exp(-2 * rate / drive)) - state.x
     pace = state.pace + MOMENTUM / (1 - (1 - MOMENTUM) ** n) * (answer - state.pace)
     x = max(state.x + pace, state.x / 3, LEAST)
     surprise = clip((ratio / (x * x) - 1) / 2, -SURPRISE, SURPRISE)  # no logarithm: it is KL whose noise has mean one
-    # Gains that put the observer's three poles at the bandwidth w.
     w = min((DRIFT / max(noise / 2, NOISE) * MOMENTUM * rate) ** (1 / 3), FASTEST)
-    slow, w = w, max(w, min(EARLY / n, 2 / 3))
+    slow, w = w, max(w, min(EARLY / n, 2 / 3))  # the gains put the observer's three poles at this bandwidth
     to_x = clip(3 * w - MOMENTUM, w / 3, 1.0)
-    to_pace = clip(3 * w * w - to_x * MOMENTUM - MOMENTUM * rate, 0.0, 1.0)
-    to_best = min((slow if state.least else w) ** 3 / (MOMENTUM * rate), 1.0)  # a told price is not learned anew
-    held = min(x / drive, 1.0)  # the share of the free pace that the price holds back
-    price = held / (held + (1 - held) * (TOLD if state.least else UNTOLD))
-    behind = FOLLOW * rate * math.log(max(x, 1.0)) if state.least else 0.0
+    to_pace = clip(3 * w * w - to_x * MOMENTUM - MOMENTUM * rate * (1 + WALK), 0.0, 1.0)
+    gain = CEILING if state.least and x > 1 and surprise > 0 else 1.0
+    to_best = gain * min((slow if state.least else w) ** 3 / (MOMENTUM * rate), 1.0)  # told: not learned anew
+    held = min(x * x / (drive * _free(x)), 1.0)  # the share of the free pace that the price holds back
+    price = held / (held + (1 - held) * (TOLD if state.least else 1 / TOLD))
     learned = surprise if surprise > 0 and x > 1 else signal * surprise  # without signal a low KL says nothing
-    return replace(
-        state,
-        steps=n,
-        x=max(x * math.exp(to_x * surprise), min(math.sqrt(ratio) / 2, 2 * x)),  # twice as far is no noise
-        pace=pace + to_pace * x * surprise,
-        best=state.best + to_best * price * learned + behind,
-        rate=clip(state.rate + w * (1 - price) * learned, *RATES),
-    )
+    x, pace = max(x * math.exp(to_x * surprise), min(math.sqrt(ratio) / 2, 2 * x)), pace + to_pace * x * surprise
+    seen = math.log(max(x * pace / _free(x), LEAST))  # the free pace is no slower than one that was seen
+    rate = clip(max(state.rate + w * (1 - price) * learned, seen), *RATES)
+    return replace(state, steps=n, x=x, pace=pace, rate=rate, best=state.best + to_best * price * learned)
+
+
+def _free(x: float) -> float:
+    """The climb of x² where nothing is charged, over twice the rate: x under a steady pull, 1 in a random walk."""
+    return x + WALK * (1 - x)
 
 
 def _price(state: HoldState) -> float:
@@ -200,5 +196,5 @@ def _price(state: HoldState) -> float:
     by ten, and a plant that it slows down cannot be told from one that is slow: it is pushed.
     """
     ahead = math.log(max(state.x + state.pace / MOMENTUM, LEAST))
-    push = clip(1 / (math.exp(state.rate) * PATIENCE) - 1, DAMPING, BOLDEST)
+    push = clip(1 / (math.exp(state.rate) * PATIENCE) - 1, DAMPING if state.least else 0.0, BOLDEST)
     return state.best + max(push * ahead, 0.0 if state.least else -math.log(BOLDEST))
