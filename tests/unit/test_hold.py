@@ -92,6 +92,21 @@ def swinging(seed: int) -> Callable[[float], float]:
     return step
 
 
+def walking(seed: int) -> Callable[[float], float]:
+    """KL / target where gradient noise moves the policy, as on ``tiny``: a random walk raises KL by 4.5 % of the
+    target a step, and the price, 0.6 at the start and 1 % more each step, pulls it back in proportion to KL itself."""
+    draw, t, kl = random.Random(seed), 0, 0.0
+
+    def step(beta: float) -> float:
+        nonlocal t, kl
+        reading = kl * math.exp(draw.gauss(0, 0.08))
+        kl = max(kl + 0.045 * (1 - kl * beta / (0.6 * math.exp(0.01 * t)) + draw.gauss(0, 0.3)), 0.0)
+        t += 1
+        return reading
+
+    return step
+
+
 def told(beta: float) -> HoldState:
     """A start at ``beta``, as sure of it as the trainer's feed-forward is."""
     return Hold(0.05, "token").init(spread=beta / 0.65 * math.sqrt(2 * 0.05 * 24), length=24.0)
@@ -379,6 +394,12 @@ def test_a_kl_that_carries_on_is_not_overshot(momentum: float) -> None:
 def test_a_price_that_must_keep_rising_is_followed() -> None:
     runs = [follow(Hold(0.05, "token"), rising(seed), 100, told(0.45))[0] for seed in range(12)]
     assert fmean(kl for run in runs for kl in run[60:]) < 1.35, "a constant ends at 1.7"
+
+
+def test_a_kl_that_gradient_noise_makes_is_brought_back_to_the_target() -> None:
+    runs = [follow(Hold(0.05, "token"), walking(seed), 60, told(0.45))[0] for seed in range(20)]
+    assert abs(fmean(kl for run in runs for kl in run[40:]) - 1) < 0.2, "a constant ends at 1.8"
+    assert fmean(max(run) for run in runs) < 1.6
 
 
 def test_swings_that_batches_make_are_not_amplified() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from klamp.cli import main
 from klamp.errors import ConfigError
-from klamp.train import loop
+from klamp.train import checkpoint, loop
 from klamp.train.config import LoraConfig, OptimConfig, RewardConfig, RolloutConfig, TrainConfig
 from klamp.train.config_io import from_yaml, to_yaml
 from klamp.train.loop import train_policy
@@ -66,6 +66,15 @@ def test_a_run_is_resumed_by_its_own_configuration_with_the_changes_that_it_may_
     assert events_of(run) == [{"step": 2, "event": "resumed", "changes": changes}]
     saved = from_yaml(TrainConfig, run / "config.yaml")
     assert (saved.steps, saved.kl.target, saved.optim.lr, saved.rollout.max_tokens) == (4, 0.2, 2e-3, 6)
+
+
+@pytest.mark.parametrize(("law", "said"), [(checkpoint.LAW, False), (checkpoint.LAW + 1, True)])
+def test_a_run_says_when_hold_follows_another_law_than_the_one_it_was_saved_under(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, law: int, said: bool
+) -> None:
+    monkeypatch.setattr(checkpoint, "LAW", law)
+    assert main(["train", "--resume", str(run), "--steps", "3"]) == 0
+    assert ("Hold's law has changed" in capsys.readouterr().err) == said
 
 
 def test_a_new_target_keeps_the_price_near_what_holds_it(trainer: Any) -> None:

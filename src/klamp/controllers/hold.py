@@ -30,18 +30,18 @@ LEAST, DRIVES, RATES = 1e-3, (0.05, 20.0), (math.log(1 / 400), math.log(1 / 2))
 FEED_FORWARD = 0.65  # rho* over its small-tilt value 1 / sqrt(2 KL per sequence): 0.4 to 1.2 in real and simulated runs
 DOUBT = 2.0  # the feed-forward is not wrong by more: a price that was told falls no lower than half of it
 FIRST_RATE = 0.05  # a climb to the target in 20 steps; real ones take 3 to 80
-WALK = 0.1  # share of gradient noise in the climb at the target; by noise alone KL, not x, grows evenly: a random walk
+WALK = 0.15  # share of gradient noise in the climb at the target; by noise alone KL, not x, grows evenly: a random walk
 MOMENTUM = 0.28  # share of a step's own push in the pace: delays of 1 to 5 steps and Adam's ten, met in the middle
 # The observer.
 DRIFT, NOISE = 0.03, 0.07  # of rho* in a step; of a reading of x. Their ratio is the gain of a steady Kalman filter
 FASTEST = 0.2  # bandwidth a step: faster, it follows the swings that momentum makes and amplifies them
 EARLY = 1.5  # at the n-th reading the bandwidth is at least EARLY / n: first readings count in full
 SURPRISE = 0.5  # of log x: the most that one reading says
-TOLD = 3.3  # so much rather a surprise is put down to the pace than to a price that was told; if not told, a quarter
-CEILING = 3.0  # above the target a told rho* is learned faster: KL of gradient noise goes as 1 / rho, and not 1 / rho²
+TOLD = 4.0  # so much rather a surprise is put down to the pace than to a price that was told; if not told, a quarter
+CEILING = 4.0  # above the target a told rho* is learned faster: KL of gradient noise goes as 1 / rho, and not 1 / rho²
 # The price.
 DAMPING = 1.0  # least exponent of x in a told price; x is judged as far ahead as momentum reaches: swings are met early
-PATIENCE = 20.0  # steps in which slower plants are brought to the target: the exponent grows with the steps they take,
+PATIENCE = 24.0  # steps in which slower plants are brought to the target: the exponent grows with the steps they take,
 BOLDEST = 6.0  # up to this, which is also the factor below rho* that a price nobody told may go to
 
 

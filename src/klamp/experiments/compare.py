@@ -278,16 +278,16 @@ def load(path: Path, config: CompareConfig, chosen: Sequence[Arm]) -> Comparison
 
 
 def best_constant(constants: dict[str, list[records.Record]], target: float, steps: int) -> str:
-    """The constant with the largest share of steps in band from first entry on.
+    """The constant with the largest share of the second half's steps in band.
 
-    One that enters so late that the share rests on less than half of its steps, or not with every seed, comes after
-    all others: of those the one whose KL ends nearest the target.
+    One that enters the band in the second half only, or not with every seed, comes after all others: of those the one
+    whose KL ends nearest the target.
     """
 
     def rank(name: str) -> tuple[bool, float, float]:
         found = figures(name, constants[name], target)
         settled = found.entered == found.seeds and found.held_steps >= found.seeds * steps / 2
-        return (settled, found.in_band if settled else 0.0, -abs(found.kl / target - 1))
+        return (settled, found.settled if settled else 0.0, -abs(found.kl / target - 1))
 
     return max(constants, key=rank)
 

@@ -34,7 +34,7 @@ class Head:
 
 HEADS = (
     Head("arm", "Arm", "what steers beta"),
-    Head("in band", "In band", "share of steps within 20 % of the target, from first entry on, pooled over seeds"),
+    Head("in band", "In band", "share of steps within 20 % of the target, second half of the run, all seeds"),
     Head("max KL", "Max KL", "highest KL from first entry on, in targets"),
     Head("KL", "KL", "nats, second half of the run"),
     Head("reward", "Reward", "second half of the run"),

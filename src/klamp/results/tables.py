@@ -46,7 +46,7 @@ def cells(row: Figures, verdict: str) -> tuple[str, ...]:
     """A row as text; the report shows the same."""
     return (
         row.arm,
-        percent(row.in_band),
+        percent(row.settled),
         times(row.highest),
         number(row.kl, 4),
         number(row.reward),
@@ -62,7 +62,7 @@ def comparison(found: Verdict) -> Any:
     """The table of arms."""
     from rich.table import Table
 
-    table = Table(title="in band, max KL: from first entry on, pooled over seeds; the rest: second half of the run")
+    table = Table(title="max KL: from first entry on; the rest: second half of the run, in band pooled over seeds")
     for i, name in enumerate(COLUMNS):
         table.add_column(name, justify="left" if i in (0, len(COLUMNS) - 1) else "right", no_wrap=0 < i < 9)
     for row in found.figures:

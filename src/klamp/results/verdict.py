@@ -68,11 +68,11 @@ def verdict(found: Figures, target: float, reference_perplexity: float) -> str:
     """A few words for one arm."""
     if found.entered == 0:
         where = "stays below the band" if found.kl < target else "shoots past the band"
-    elif found.in_band >= 0.95 and found.highest <= 1.2:
+    elif found.settled >= 0.95 and found.highest <= 1.2:
         where = "holds the band"
     elif found.kl_end > 2 * target:
         where = f"drifts off: KL ends at {found.kl_end / target:.2g} × target"
-    elif found.in_band >= 0.75:
+    elif found.settled >= 0.75:
         where = "mostly in band"
     else:
         where = "wanders" if found.entered == found.seeds else "enters with some seeds only"
@@ -157,12 +157,12 @@ def headline(comparison: Comparison, rows: dict[str, Figures]) -> str:
     adaptive = [rows[a] for a in ADAPTIVE if a in rows]
     if not adaptive or "static" not in rows:
         best = max(rows.values(), key=near)
-        return f"Nearest to the target was {best.arm}: in band for {_percent(best.in_band)} of steps."
+        return f"Nearest to the target was {best.arm}: in band for {_percent(best.settled)} of steps."
     ours, static = max(adaptive, key=near), rows["static"]
     if near(ours) <= near(static):
         return "No adaptive arm kept KL closer to its target than static did."
-    theirs = f"static for {_percent(static.in_band)}" if static.entered else "static never"
-    return f"{ours.arm} kept KL in band for {_percent(ours.in_band)} of steps, {theirs}."
+    theirs = f"static for {_percent(static.settled)}" if static.entered else "static never"
+    return f"{ours.arm} kept KL in band for {_percent(ours.settled)} of steps, {theirs}."
 
 
 def sentence(comparison: Comparison, rows: dict[str, Figures]) -> str:
@@ -246,12 +246,12 @@ def _compared(found: Interval, *, percent: bool = False) -> str:
 def _band(found: Figures) -> str:
     if found.entered == 0:
         return f"never in band, KL {found.kl:.3g}"
-    return f"{_percent(found.in_band)} of steps in band, at most {found.highest:.2f} × target"
+    return f"{_percent(found.settled)} of steps in band, at most {found.highest:.2f} × target"
 
 
 def _closeness(found: Figures, target: float) -> tuple[float, float]:
     """Share in band, weighed by the seeds that entered; then how near the late KL is, as a ratio."""
-    share = 0.0 if math.isnan(found.in_band) else found.in_band * found.entered / found.seeds
+    share = 0.0 if math.isnan(found.settled) else found.settled * found.entered / found.seeds
     return share, -abs(math.log(found.kl / target)) if found.kl > 0 else -math.inf
 
 

@@ -185,7 +185,8 @@ class Trainer:
             self.sampler.refresh(done)
             if "kl.target" in self.changes:
                 self.learner.control = self.learner.control.retarget(*self.changes["kl.target"])
-            self.display.say(f"resuming after step {done} from {saved.path}{_told(self.changes)}")
+            law = checkpoint.law_note(saved, config.kl.controller)
+            self.display.say(f"resuming after step {done} from {saved.path}{_told(self.changes)}{law}")
         elif config.resume:
             self.display.say("nothing to resume: no checkpoint yet, starting at step 1")
         if main:

@@ -1,0 +1,110 @@
+"""What each constant of ``Hold`` is worth: the law with one of them taken away or changed, on simulated plants.
+
+    python benchmarks/hold_ablation.py               # ten minutes on one core
+    python benchmarks/hold_ablation.py --plants 20   # fewer plants of the ensemble
+
+In band: per cent of 1500 steps on the ensemble and its corners, told nothing. The other columns have a price that was
+told; their plants are those of ``tests/unit/test_hold.py``. Random walk: gradient noise moves KL, and the price that
+holds it rises. Swings: batches push a fast plant about. Sudden: no signal for 60 steps, then all of it. Low: the price
+over its feed-forward after 240 readings of a fifteenth of the target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import test_hold as plants_of_tests
+
+from controllers import held
+from klamp.controllers import hold as law
+from klamp.controllers.hold import Hold, HoldState
+from plants import ensemble
+
+FIRST = "FIRST_RATE"
+ROWS: dict[str, dict[str, float]] = {
+    "as it is": {},
+    "FEED_FORWARD 1": {"FEED_FORWARD": 1.0},
+    "DOUBT: no floor": {"DOUBT": 1e6},
+    "FIRST_RATE 0.5": {FIRST: 0.5},
+    "FIRST_RATE 0.005": {FIRST: 0.005},
+    "WALK: none (0.01)": {"WALK": 0.01},
+    "WALK: all noise (1)": {"WALK": 1.0},
+    "MOMENTUM: none (0.99)": {"MOMENTUM": 0.99},
+    "DRIFT 0.1": {"DRIFT": 0.1},
+    "NOISE 0.3": {"NOISE": 0.3},
+    "FASTEST: no bound": {"FASTEST": 9.0},
+    "EARLY: none": {"EARLY": 0.0},
+    "SURPRISE: no bound": {"SURPRISE": 1e3},
+    "TOLD 1: told or not": {"TOLD": 1.0},
+    "CEILING: none": {"CEILING": 1.0},
+    "DAMPING: none": {"DAMPING": 0.0},
+    "PATIENCE: no push": {"PATIENCE": 1e6},
+    "BOLDEST 1.5": {"BOLDEST": 1.5},
+}
+
+
+@contextmanager
+def changed(constants: dict[str, float]) -> Iterator[None]:
+    """The law with other constants; the first rate is the default of a state's field."""
+    before = {name: getattr(law, name) for name in constants}
+    defaults = HoldState.__init__.__defaults__
+    for name, value in constants.items():
+        setattr(law, name, value)
+    if FIRST in constants:
+        usual = math.log(before[FIRST])
+        HoldState.__init__.__defaults__ = tuple(math.log(constants[FIRST]) if d == usual else d for d in defaults or ())
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(law, name, value)
+        HoldState.__init__.__defaults__ = defaults
+
+
+def in_band(plants: int) -> list[float]:
+    """The ensemble and its corners, seeds 11 and 12."""
+    whole, few = ensemble.draw(11, plants), ensemble.draw(12, max(plants // 2, 4))
+    sets = [whole, *(few.corner(name) for name in ensemble.CORNERS)]
+    return [
+        ensemble.in_band(ensemble.simulate(p, held(p.beta0, int, target=p.target))[0], p.target)  # type: ignore[arg-type]
+        for p in sets
+    ]
+
+
+def told() -> list[str]:
+    """Late KL of a random walk, highest KL of swings and after a sudden signal, the price after low readings."""
+    t = plants_of_tests
+    walks = [t.follow(Hold(0.05, "token"), t.walking(seed), 60, t.told(0.45))[0] for seed in range(20)]
+    swings = [t.follow(Hold(0.05, "token"), t.swinging(seed), 60, t.told(0.28))[0] for seed in range(30)]
+    sudden = [t.drive(t.driven(r, t.RHO, lambda s: float(s >= 60)), 200, first=0.0)[0] for r in (0.03, 0.1, 0.15)]
+    start = state = Hold(6.0, "sequence").init(spread=1.0)
+    for _ in range(240):
+        state = Hold(6.0, "sequence").update(state, 0.4, spread=1.0)
+    late, highest = fmean(k for run in walks for k in run[40:]), fmean(map(max, swings))
+    return [f"{late:.2f}", f"{highest:.2f}", f"{max(map(max, sudden)):.2f}", f"{state.beta / start.beta:.2f}"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plants", type=int, default=60, help="of the ensemble; half as many in each corner")
+    given = parser.parse_args()
+    heads = ("", "ensemble / " + " / ".join(ensemble.CORNERS), "random walk, late KL", "swings, highest KL")
+    print("| " + " | ".join((*heads, "sudden, highest KL", "low, price")) + " |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name, constants in ROWS.items():
+        with changed(constants):
+            shares = " / ".join(f"{share:.1f}" for share in in_band(given.plants))
+            print("| " + " | ".join((name, shares, *told())) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
