@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,3 +42,9 @@ def test_every_argument_and_the_result_are_described(name: str) -> None:
 @pytest.mark.parametrize("name", ["k1", "k2", "k3", "exact", "in_reward", "in_advantage", "in_loss", "sequence_exact"])
 def test_the_formula_is_on_line_one(name: str) -> None:
     assert inspect.getdoc(getattr(klamp, name)).startswith("``")
+
+
+def test_every_public_name_is_in_the_api_reference() -> None:
+    pages = "".join(p.read_text(encoding="utf-8") for p in (Path(__file__).parents[2] / "docs" / "api").glob("*.md"))
+    shown = set(re.findall(r"^::: klamp\.(\w+)$", pages, re.M))
+    assert set(klamp.__all__) - shown == set()
