@@ -115,7 +115,10 @@ class Gauge:
         """Fresh KL where own tokens read ``own``, unclamped; own itself where growth from near 0 says nothing."""
         if not state.reading > 0.05 * own:
             return own
-        return state.level * math.exp(state.share * _growth(state.reading, own))
+        known = _growth(state.reading, own)
+        # Growth beyond what a share was learned from is taken as it is: it is no reason to let fresh KL grow.
+        beyond = math.log(own / state.reading) - known if _positive(state.reading, own) else 0.0
+        return state.level * math.exp(state.share * known + beyond)
 
 
 def _positive(*values: float) -> bool:
