@@ -1,5 +1,5 @@
 # make compare  set up .venv, run adaptive beside static on the built-in model, write and name the report
-# make test     set up .venv, run what a change to most files can break: three minutes on two cores
+# make test     set up .venv, run what a change to most files can break: four minutes on two cores
 # make test-all every test, as CI runs them
 # make test-lowest  the tests of `make test` with the lowest versions that pyproject.toml allows, in .venv-lowest
 # make test-verl  klamp inside the real verl, in an environment of its own (.venv-verl)
