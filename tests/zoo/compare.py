@@ -108,8 +108,28 @@ def compared(trainer: Any, folder: str) -> Found:
         "KL": _far(look.kl, kl, mask),
         "gradient": float((ours - theirs).norm() / theirs.norm()),
     }
+    if figures["gradient"] > BOUND and at_a_corner(policy, rollout):
+        # Rounding decides on which side of a ReLU's corner a state lies, and with it the gradient: look in float64.
+        for model in (learner.policy.model, policy, base):
+            model.double()
+        ours = _gradient(learner, rollout, weights.double(), names)
+        theirs = _plain(policy, base, rollout, weights.double(), names)[3]
+        figures["gradient"] = float((ours - theirs).norm() / theirs.norm())
     assert float(kl[mask].mean()) > 1e-5, "two steps moved the policy off its reference"
     return Found("static" if trainer.sampler.merged.fast else "dynamic", figures)
+
+
+def at_a_corner(model: Any, rollout: Any) -> bool:
+    """Whether a ReLU of the model is given a number within rounding of 0, where its slope jumps."""
+    least: list[float] = []
+    relus = [m for m in model.modules() if isinstance(m, torch.nn.ReLU)]
+    hooks = [m.register_forward_hook(lambda _, x, __: least.append(float(x[0].abs().min()))) for m in relus]
+    with torch.no_grad():
+        for row in range(len(rollout)):
+            model(input_ids=rollout.ids[row][rollout.attention[row].bool()][None], use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return min(least, default=1.0) < 1e-7
 
 
 def original(folder: str) -> Any:
@@ -135,15 +155,17 @@ def truth(trainer: Any, folder: str) -> Any:
 
 def _plain(policy: Any, base: Any, rollout: Any, weights: Tensor, names: list[str]) -> tuple[Tensor, ...]:
     """Log-probs of policy and base, exact KL and the gradient of their weighted sum, each sequence alone, unpadded."""
-    logp, ref_logp, kl = (torch.zeros(rollout.mask.shape) for _ in range(3))
-    loss = torch.zeros(())
+    logp, ref_logp, kl = (torch.zeros(rollout.mask.shape, dtype=weights.dtype) for _ in range(3))
+    loss = torch.zeros((), dtype=weights.dtype)
     for row in range(len(rollout)):
         real, count = rollout.attention[row].bool(), int(rollout.mask[row].sum())
         ids = rollout.ids[row][real][None]
         before = slice(ids.shape[1] - count - 1, ids.shape[1] - 1)
-        own = (policy(input_ids=ids, use_cache=False).logits[0, before].float() / TEMPERATURE).log_softmax(-1)
+        own = (policy(input_ids=ids, use_cache=False).logits[0, before].to(weights.dtype) / TEMPERATURE).log_softmax(-1)
         with torch.no_grad():
-            ref = (base(input_ids=ids, use_cache=False).logits[0, before].float() / TEMPERATURE).log_softmax(-1)
+            ref = (base(input_ids=ids, use_cache=False).logits[0, before].to(weights.dtype) / TEMPERATURE).log_softmax(
+                -1
+            )
         tokens = ids[0, -count:, None]
         far = (own.exp() * (own - ref)).sum(-1)
         picked = own.gather(1, tokens).squeeze(1)
