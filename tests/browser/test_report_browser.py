@@ -171,15 +171,16 @@ def _rows(run: Path) -> list[dict[str, Any]]:
 def _figures(arm: Path) -> dict[str, float]:
     """The table's figures, computed again from the files alone."""
     runs = [_rows(p) for p in sorted(arm.iterdir())]
-    held = []
+    held, judged = [], []
     for rows in runs:
         inside = [abs(r["kl/steered"] / 0.05 - 1) <= 0.2 for r in rows]
         if any(inside):
             held += [r["kl/steered"] / 0.05 for r in rows[inside.index(True) :]]
+            judged += [within for r, within in zip(rows, inside, strict=True) if r["step"] >= 30]
     late = [[r for r in rows if r["step"] >= 30] for rows in runs]
     keys = ("kl/steered", "kl/beta", "reward/mean", "policy/entropy", "heldout/perplexity")
     return {
-        "in_band": fmean(abs(v - 1) <= 0.2 for v in held),
+        "in_band": fmean(judged),
         "highest": max(held),
         **{k: fmean(fmean(r[k] for r in rows if k in r) for rows in late) for k in (*keys, f"{keys[-1]}_reference")},
     }
