@@ -44,7 +44,7 @@ test: $(STAMP)
 	$(BIN)/python $(PYTEST) -m "not slow"
 
 test-slow: $(STAMP)
-	$(BIN)/python $(PYTEST) -m slow
+	$(BIN)/python $(PYTEST) -m slow $(AGAIN)
 
 test-all: test test-slow
 

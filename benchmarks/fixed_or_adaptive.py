@@ -78,7 +78,7 @@ class Language:
         self.adam.step()
 
 
-def train(case: Case, seed: int, make: Callable[[float], klamp.Stateful]) -> tuple[list[float], list[float]]:
+def train(case: Case, seed: int, make: Callable[[float], klamp.Control]) -> tuple[list[float], list[float]]:
     """(KL per token in targets, reward per word) of every step under the controller that ``make(spread)`` gives."""
     language, control, kls, rewards = Language(seed), None, [], []
     for step in range(STEPS):
@@ -86,31 +86,30 @@ def train(case: Case, seed: int, make: Callable[[float], klamp.Stateful]) -> tup
         good = (words >= WORDS // 2) if case.other_words(step) else (words < WORDS // 2)
         share = good.double().mean(1)
         scores = case.worth(step) * share
-        if control is None:
-            control = make(float(scores.view(PROMPTS, GROUP).std(1).square().mean().sqrt()))
+        spread = float(scores.view(PROMPTS, GROUP).std(1).square().mean().sqrt())
+        control = control or make(spread)
         with torch.no_grad():
             kl = klamp.exact(language.logits[before], language.reference[before]).mean()
-        language.step(before, words, scores, control.value, case.rate(step))
-        control.update(kl, n_steps=len(words))
+        language.step(before, words, scores, control.beta, case.rate(step))
+        control = control.before_update(float(kl), spread, len(words)).after_update()
         kls.append(float(kl) / TARGET)
         rewards.append(float(share.mean()))
     return kls, rewards
 
 
-def fixed(beta: float) -> Callable[[float], klamp.Stateful]:
+def fixed(beta: float) -> Callable[[float], klamp.Control]:
     """A constant price."""
-    return lambda spread: klamp.Stateful(klamp.Fixed(beta))
+    return lambda spread: klamp.Control(klamp.Fixed(beta)).init()
 
 
-def ziegler(spread: float) -> klamp.Stateful:
+def ziegler(spread: float) -> klamp.Control:
     """The usual controller, from ROLL's first price, with its usual horizon."""
-    return klamp.Stateful(klamp.Ziegler(TARGET, per="token", init_beta=0.2))
+    return klamp.Control(klamp.Ziegler(TARGET, per="token", init_beta=0.2)).init()
 
 
-def hold(spread: float) -> klamp.Stateful:
-    """Hold, told the spread of the first batch's rewards."""
-    rule = klamp.Hold(TARGET, per="token")
-    return klamp.Stateful(rule, rule.init(spread=spread, length=LENGTH))
+def hold(spread: float) -> klamp.Control:
+    """Hold from its feed-forward; it hears the spread of every batch's rewards."""
+    return klamp.Control(klamp.Hold(TARGET, per="token")).init(spread=spread, length=LENGTH)
 
 
 def in_band(kls: list[float]) -> float:
@@ -129,7 +128,7 @@ def best_constant(case: Case) -> float:
     return math.exp((low + high) / 2)
 
 
-def row(case: Case, seeds: range, make: Callable[[float], klamp.Stateful]) -> str:
+def row(case: Case, seeds: range, make: Callable[[float], klamp.Control]) -> str:
     """The cells of one price in one case."""
     results = [train(case, seed, make) for seed in seeds]
     cells = (
