@@ -172,7 +172,7 @@ def test_a_second_process_on_a_run_is_refused_and_the_first_not_disturbed(
     first.signal(signal.SIGSTOP)  # so that it is there for as long as the second looks
     second = nursery.klamp("train", "--config", file, "--resume")
     assert second.wait() == 2, second.said
-    assert second.said.startswith(f"klamp: --run '{tmp_path / 'shared'}' is in use by another process.")
+    assert second.said.startswith(f"klamp: run '{tmp_path / 'shared'}' is in use by another process.")
     first.signal(signal.SIGCONT)
     assert first.wait() == 0, first.said
     assert_same(left_by(tmp_path / "shared", STEPS), left_by(straight(steps=STEPS), STEPS))
