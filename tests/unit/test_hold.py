@@ -351,6 +351,7 @@ def test_the_price_is_in_units_of_the_spread(scale: float) -> None:
 
 def test_a_spread_that_grows_carries_the_price_along_within_the_steps_that_adam_averages() -> None:
     _, betas = drive(driven(0.03, RHO, lambda t: 0.2 if t < 40 else 1.0), 70, first=0.2)
+    # 40 and 20 steps of a plant whose own time is 33: the price is on its way, and the spread is a running mean.
     assert betas[39] == pytest.approx(0.2 * RHO, rel=0.2)
     assert betas[60] == pytest.approx(RHO, rel=0.25), "a price fixed in absolute terms would be five times too low"
 

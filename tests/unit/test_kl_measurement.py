@@ -158,5 +158,6 @@ def test_near_the_limit_a_share_holds_kl_as_well(trainer: Any, monkeypatch: Any)
     late = {sparse: [m["kl/steered"] for m in run[10:]] for sparse, run in runs.items()}
     assert min(m["kl/clamp/share"] for m in runs[SPARSE]) == 0.25
     assert any(m["kl/clamp/share"] == 0.25 and m["kl/clamp/effort"] > 0 for m in runs[SPARSE]), "it acts on a share"
+    # A reading of 16 sequences is known to 3 to 8 %, and two runs that read differently draw different samples.
     assert max(late[SPARSE]) <= 1.15 * max(max(late[1]), 0.011)
     assert sum(late[SPARSE]) == pytest.approx(sum(late[1]), rel=0.15)
