@@ -16,10 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from endpoint_tools import CALL, QUESTION, REPLY, TEMPLATE, TOOL, connect, conversation
 
 from klamp import models
-from klamp.serve.app import make_app
+from klamp.serve.app import Server, make_app
 from klamp.serve.engine import Limits
 from klamp.serve.saved_models import SavedModels, Standalone
-from klamp.serve.server import Server
 
 
 @pytest.fixture(scope="session")

@@ -15,10 +15,9 @@ import torch
 from endpoint_tools import connect, plain_logp
 
 from klamp import models
-from klamp.serve.app import make_app
+from klamp.serve.app import Server, make_app
 from klamp.serve.batch import Batch
 from klamp.serve.engine import Limits
-from klamp.serve.server import Server
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from klamp.serve.text import Text
+from klamp.serve.engine import Text
 from klamp.serve.tool_calls import tool_calls
 
 ADD, TIME = ("add", {"a": 2, "b": {"c": "}"}}), ("time", {})

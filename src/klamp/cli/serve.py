@@ -38,9 +38,8 @@ def serve(
         batch: Completions that are decoded together.
         max_tokens: Tokens of a completion at most.
     """
-    from klamp.serve.app import make_app
+    from klamp.serve.app import Server, make_app
     from klamp.serve.engine import Limits
-    from klamp.serve.server import Server
 
     for flag, value in (("queue", queue), ("batch", batch), ("max-tokens", max_tokens)):
         if value < 1:

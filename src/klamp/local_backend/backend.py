@@ -27,14 +27,14 @@ from klamp.controllers import Controller
 from klamp.errors import ConfigError, require_number
 from klamp.local_backend.arguments import Arguments, refuse_unknown
 from klamp.local_backend.completions import Request
-from klamp.local_backend.open_model import OpenModel
+from klamp.local_backend.open_models import OpenModel
 from klamp.local_backend.trajectories import Choice
 from klamp.local_backend.worker import TrainResult
 from klamp.references import ReferenceSpec
 from klamp.references.folders import saved_steps
 
 if TYPE_CHECKING:
-    from klamp.local_backend.endpoint import Endpoint
+    from klamp.local_backend.open_models import Endpoint
 
 NAME = re.compile(r"\w[\w.+ -]{0,99}")
 
@@ -148,7 +148,7 @@ class LocalBackend:
         opened = self._open(model)
         await opened.call(lambda _: None)
         if self._endpoint is None:
-            from klamp.local_backend.endpoint import Endpoint
+            from klamp.local_backend.open_models import Endpoint
 
             self._endpoint = Endpoint(*self.place)
         self._endpoint.add(opened)

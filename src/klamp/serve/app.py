@@ -1,4 +1,7 @@
-"""The web application: OpenAI's routes in front of engines, or of another server where a URL is given."""
+"""The web application: OpenAI's routes in front of engines, or of another server, and the thread that uvicorn runs in.
+
+In front of another server, vLLM for instance, requests go on as they are, and streams too.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ import asyncio
 import contextlib
 import hmac
 import json
+import logging
+import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
@@ -13,7 +19,7 @@ from typing import Any, Protocol
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from klamp.errors import Busy, ConfigError
+from klamp.errors import Busy, ConfigError, KlampError
 from klamp.serve import engine
 from klamp.serve.engine import Begun, Limits, Piece
 from klamp.serve.openai_api import Answer, ApiError, Wish, read_wish, sse
@@ -77,10 +83,16 @@ def make_app(
         return {"status": "ok"}
 
     if forward is not None:
-        from klamp.serve.forwarding import forward_to
-
         forward_to(app, forward, limits)
-        return app
+    else:
+        _answer_models(app, find, doors, limits=limits, always_ids=always_ids)
+    return app
+
+
+def _answer_models(
+    app: FastAPI, find: Find, doors: Callable[[], list[Door]], *, limits: Limits, always_ids: bool
+) -> None:
+    """Add the routes that klamp's own engines answer."""
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -105,8 +117,6 @@ def make_app(
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await answer(request, chat=False)
-
-    return app
 
 
 async def _answered(request: Request, wish: Wish, door: Door) -> Response:
@@ -245,3 +255,99 @@ def _has_key(request: Request, key: str) -> bool:
 def _error(error: ApiError) -> Response:
     headers = {"retry-after": "1"} if error.status in (429, 503) else None
     return JSONResponse(error.body(), status_code=error.status, headers=headers)
+
+
+PATHS = ("models", "chat/completions", "completions")
+KEPT = ("content-type", "accept", "authorization")
+"""Headers that go on; the rest belong to this connection."""
+
+
+def forward_to(app: FastAPI, url: str, limits: Limits) -> None:
+    """Add the routes that pass requests on to ``url``, which ends in /v1."""
+    import httpx
+
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--forward {url!r} must be an address such as http://127.0.0.1:8000/v1.")
+    client = httpx.AsyncClient(base_url=url.rstrip("/") + "/", timeout=httpx.Timeout(None, connect=10.0))
+
+    async def passed_on(request: Request, path: str) -> Response:
+        headers = {name: request.headers[name] for name in KEPT if name in request.headers}
+        body = await read_body(request, limits)
+        try:
+            found = await client.send(
+                client.build_request(request.method, path, content=body, headers=headers), stream=True
+            )
+        except httpx.TransportError as error:
+            raise ApiError(f"{url} does not answer: {error or type(error).__name__}.", status=502) from None
+
+        async def pieces() -> AsyncIterator[bytes]:
+            try:
+                async for piece in found.aiter_raw():
+                    yield piece
+            finally:  # also when whoever asked has gone: the other server then stops too
+                await found.aclose()
+
+        kept = {n: v for n, v in found.headers.items() if n in ("content-type", "content-encoding", "retry-after")}
+        return StreamingResponse(pieces(), status_code=found.status_code, headers=kept)
+
+    def route(path: str) -> None:
+        async def handle(request: Request) -> Response:
+            return await passed_on(request, path)
+
+        app.add_api_route(f"/v1/{path}", handle, methods=["GET" if path == "models" else "POST"], response_model=None)
+
+    for path in PATHS:
+        route(path)
+
+
+STARTS_WITHIN = 30.0
+"""Seconds; it takes a fraction of one."""
+
+
+class Server:
+    """An application that answers at ``url`` until ``close``."""
+
+    def __init__(self, app: Any, host: str, port: int) -> None:
+        """Port 0 takes a free one."""
+        import uvicorn
+
+        self.socket = _bound(host, port)
+        self.host, self.port = self.socket.getsockname()[:2]
+        config = uvicorn.Config(app, log_level=logging.WARNING, lifespan="off", timeout_graceful_shutdown=5)
+        self.uvicorn = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self._serve, name=f"klamp-serve-{self.port}", daemon=True)
+        self.thread.start()
+        began = time.monotonic()
+        while not self.uvicorn.started:
+            if not self.thread.is_alive() or time.monotonic() - began > STARTS_WITHIN:
+                raise KlampError(f"the endpoint at {self.url} did not start.")
+            time.sleep(0.005)
+
+    @property
+    def url(self) -> str:
+        """What an OpenAI client takes as ``base_url``."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}/v1"
+
+    def close(self) -> None:
+        """Stop answering; requests that run have five seconds."""
+        self.uvicorn.should_exit = True
+        self.thread.join(timeout=10)
+        if self.thread.is_alive():  # a connection that does not end: its thread is a daemon and ends with the process
+            self.uvicorn.force_exit = True
+            self.thread.join(timeout=5)
+        self.socket.close()
+
+    def _serve(self) -> None:
+        asyncio.run(self.uvicorn.serve(sockets=[self.socket]))
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind, protocol)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"{host}:{port} cannot be listened on: {error}. Choose another --host or --port.") from None
+    return found

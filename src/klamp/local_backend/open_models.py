@@ -1,22 +1,24 @@
-"""A model that is open: its thread, what waits for that, and whether it trains."""
+"""Models that are open: the thread of each, what waits for it, and the endpoint at which OpenAI clients reach them."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import secrets
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from klamp.chat import Encoder
-from klamp.errors import KlampError
+from klamp.errors import ConfigError, KlampError
 from klamp.local_backend.arguments import Place
 from klamp.local_backend.completions import Request
 from klamp.local_backend.trajectories import Choice
 from klamp.local_backend.worker import Worker
 from klamp.references.folders import saved_steps
 from klamp.serve import engine
+from klamp.serve.app import Server, make_app
 from klamp.serve.engine import Engine, Limits, Model, split_step
 from klamp.train.config import LoraConfig
 
@@ -171,3 +173,43 @@ class OpenModel:
         with self.lock:
             self.decoding = False
         self._decode_soon()
+
+
+class Endpoint:
+    """One server for all models of a backend, by ``name``, ``name@step``, ``project/name`` or ``project/name@step``."""
+
+    def __init__(self, host: str, port: int, key: str | None) -> None:
+        self.key = key or secrets.token_urlsafe(16)
+        self.models: dict[str, OpenModel] = {}
+        app = make_app(self.find, lambda: list(self.models.values()), limits=Limits(), key=self.key, always_ids=True)
+        self.server = Server(app, host, port)
+
+    @property
+    def url(self) -> str:
+        """What an OpenAI client takes as ``base_url``."""
+        return self.server.url
+
+    def add(self, opened: OpenModel) -> None:
+        """Answer for a model from now on."""
+        model = opened.model
+        beside = [m.model.project for m in self.models.values() if m.model.name == model.name]
+        if beside and model.project not in beside:
+            raise ConfigError(
+                f"{model.project}/{model.name} and {beside[0]}/{model.name} would answer to one name. Choose another "
+                "name, or open them with two backends."
+            )
+        self.models[model.name] = opened
+
+    def find(self, name: str) -> OpenModel | None:
+        """The model that answers to ``name``."""
+        base, _ = split_step(name)
+        found = self.models.get(base.rpartition("/")[2])
+        return (
+            found
+            if found is not None and base in (found.model.name, f"{found.model.project}/{found.model.name}")
+            else None
+        )
+
+    def close(self) -> None:
+        """Stop answering."""
+        self.server.close()
