@@ -25,8 +25,8 @@ PIECES = 1000
 
 def write_run(run: Path, steps: int, *, spike: int | None = None) -> None:
     """config.yaml, metrics.jsonl of ``steps`` lines, alarms; KL jumps to 9 nats at step ``spike``, for one step."""
+    from klamp.config_io import to_yaml
     from klamp.train.config import TrainConfig
-    from klamp.train.config_io import to_yaml
 
     run.mkdir(parents=True)
     (run / "config.yaml").write_text(to_yaml(TrainConfig(run=str(run), steps=steps)))

@@ -190,7 +190,7 @@ def kl_cost(trainer: Trainer, rollout: Any, args: argparse.Namespace) -> float:
     learner = trainer.learner
     rollout = rollout.to(learner.device)
     piece = part(rollout, torch.arange(len(rollout), device=learner.device))
-    with learner._autocast(), torch.no_grad():
+    with learner.autocast(), torch.no_grad():
         reference = median_of(lambda: learner.reference.states(piece), args)
         anchor = learner.reference.states(piece)
         hidden = learner.module(piece).hidden
@@ -198,7 +198,7 @@ def kl_cost(trainer: Trainer, rollout: Any, args: argparse.Namespace) -> float:
     def head(with_reference: bool) -> Callable[[], None]:
         def run() -> None:
             leaf = hidden.detach().requires_grad_()
-            with learner._autocast():
+            with learner.autocast():
                 stats = learner.policy.stats(piece, leaf, anchor if with_reference else None)
             loss = stats.logp.sum() if stats.kl is None else stats.logp.sum() + stats.kl.sum()
             loss.backward()

@@ -25,7 +25,7 @@ LAYERS = [
     {"control"},
     # what is built on it
     {"compat", "audit", "sampling"},
-    {"models"},
+    {"models", "config_io"},
     {"references"},
     {"train"},
     {"serve", "results"},

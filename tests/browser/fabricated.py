@@ -9,10 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from klamp.config_io import to_yaml
 from klamp.experiments import compare
 from klamp.experiments.compare import CompareConfig, run_folder
 from klamp.experiments.folder import FORMAT, Folder
-from klamp.train.config_io import to_yaml
 
 HOSTILE = [
     "<script>document.title='owned'</script>",

@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # torchrun starts this file by i
 
 from test_ranks import apart, make_config, two_steps  # noqa: F401 (a fixture)
 
+from klamp.config_io import from_yaml, to_yaml
 from klamp.distributed import whole
 from klamp.train.config import TrainConfig
-from klamp.train.config_io import from_yaml, to_yaml
 from klamp.train.loop import Trainer
 from klamp.train.run_folder import read_jsonl
 

@@ -21,8 +21,8 @@ import pytest
 import torch
 
 import unbroken
+from klamp.config_io import from_yaml, to_yaml
 from klamp.train.config import RewardConfig, TrainConfig
-from klamp.train.config_io import from_yaml, to_yaml
 from klamp.train.loop import Trainer
 from klamp.train.run_folder import read_jsonl
 from unbroken import assert_same, resumed

@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # so that the tests import ``nur
 
 from nursery import COUNTED, Nursery
 
+from klamp.config_io import to_yaml
 from klamp.train.config import RewardConfig, TrainConfig
-from klamp.train.config_io import to_yaml
 
 STEPS = 10
 

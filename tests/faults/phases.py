@@ -60,7 +60,7 @@ def watch() -> None:
     Decoder.draw = through("sampling", Decoder.draw)  # type: ignore[method-assign]
     Learner._loss = through("training", Learner._loss)  # type: ignore[method-assign]
     checkpoint.save_file = through("saving", checkpoint.save_file)  # type: ignore[attr-defined]
-    checkpoint._seal = through("sealed", checkpoint._seal)
+    checkpoint.seal = through("sealed", checkpoint.seal)
     Stop.agree = through("agreed", Stop.agree)  # type: ignore[method-assign]
 
 

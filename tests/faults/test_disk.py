@@ -20,8 +20,7 @@ import pytest
 from nursery import Child, Nursery
 
 from klamp.references.folders import folder_of, saved_steps
-from klamp.train.checkpoint import damage
-from klamp.train.run_folder import read_jsonl
+from klamp.train.run_folder import damage, read_jsonl
 from unbroken import assert_same, left_by
 
 pytestmark = pytest.mark.slow

@@ -21,8 +21,7 @@ from nursery import Child, Nursery, count
 
 from klamp.experiments.folder import Folder
 from klamp.references.folders import folder_of, saved_steps
-from klamp.train.checkpoint import damage
-from klamp.train.run_folder import RunFolder, read_jsonl
+from klamp.train.run_folder import RunFolder, damage, read_jsonl
 from unbroken import assert_same, left_by, rows, timeless
 
 pytestmark = pytest.mark.slow

@@ -18,9 +18,8 @@ import pytest
 from nursery import ENV, Child, Nursery
 
 from klamp.references.folders import folder_of, saved_steps
-from klamp.train.checkpoint import damage
 from klamp.train.config import RewardConfig
-from klamp.train.run_folder import RunFolder, read_jsonl
+from klamp.train.run_folder import RunFolder, damage, read_jsonl
 from unbroken import assert_same, left_by, rows
 
 pytestmark = pytest.mark.slow

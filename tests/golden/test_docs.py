@@ -16,8 +16,8 @@ import torch
 import klamp
 from klamp import compat
 from klamp.compat.settings import FOREIGN
+from klamp.config_io import fields_of, from_yaml
 from klamp.train.config import TrainConfig
-from klamp.train.config_io import fields_of, from_yaml
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

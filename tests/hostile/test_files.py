@@ -10,11 +10,11 @@ import pytest
 
 from klamp import jsonl
 from klamp.cli.measure import _completions
+from klamp.config_io import LARGEST, from_yaml
 from klamp.errors import ConfigError
 from klamp.results import records
 from klamp.train import data
 from klamp.train.config import TrainConfig
-from klamp.train.config_io import LARGEST, from_yaml
 
 
 def test_yaml_makes_no_objects(tmp_path: Path) -> None:

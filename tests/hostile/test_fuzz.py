@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from klamp import State, jsonl, references
 from klamp.clamp import Clamped
 from klamp.cli import main
+from klamp.config_io import fields_of, from_dict, from_yaml, to_dict, to_yaml
 from klamp.controllers import Hold
 from klamp.errors import ConfigError, KlampError
 from klamp.experiments import compare, sweep_grammar
@@ -31,7 +32,6 @@ from klamp.json_state import from_plain
 from klamp.monitor import Monitor
 from klamp.train import data, rewards
 from klamp.train.config import TrainConfig
-from klamp.train.config_io import fields_of, from_dict, from_yaml, to_dict, to_yaml
 
 pytestmark = pytest.mark.slow
 

@@ -20,6 +20,7 @@ from klamp.measure.pair import load_pair
 from klamp.models import fetch
 from klamp.references.folders import check_folder, folder_of
 from klamp.train import checkpoint, rewards
+from klamp.train.run_folder import _hash
 
 pytest.importorskip("transformers")
 
@@ -213,7 +214,7 @@ def _resealed(folder: Path, **changes: Any) -> None:
     state = json.loads((folder / "trainer.json").read_text()) | changes
     (folder / "trainer.json").write_text(json.dumps(state))
     (folder / "manifest.json").unlink()
-    checkpoint._seal(folder)
+    checkpoint.seal(folder)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +251,7 @@ def test_a_manifest_that_names_a_file_elsewhere_is_damage(adapter: Path, tmp_pat
     (tmp_path / "secret").write_text("x")
     manifest = json.loads((adapter / "manifest.json").read_text())
     for name in ("../../../secret", str(tmp_path / "secret")):
-        manifest["sha256"][name] = checkpoint._hash(tmp_path / "secret")
+        manifest["sha256"][name] = _hash(tmp_path / "secret")
         (adapter / "manifest.json").write_text(json.dumps(manifest))
         assert "leads out" in str(checkpoint.damage(adapter))
         del manifest["sha256"][name]

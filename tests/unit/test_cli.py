@@ -213,7 +213,7 @@ def test_compare_names_its_own_flags(capsys: pytest.CaptureFixture[str]) -> None
 def test_train_names_its_run_and_says_when_there_was_nothing_to_do(
     config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from klamp.train.config_io import to_yaml
+    from klamp.config_io import to_yaml
 
     file = tmp_path / "run.yaml"
     file.write_text(to_yaml(config(steps=2, reward=RewardConfig(functions=("length:4",)))))

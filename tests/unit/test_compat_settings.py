@@ -10,8 +10,8 @@ import pytest
 from klamp import ConfigError
 from klamp.cli import main
 from klamp.compat.settings import FOREIGN, foreign
+from klamp.config_io import fields_of, from_dict, from_yaml
 from klamp.train.config import TrainConfig
-from klamp.train.config_io import fields_of, from_dict, from_yaml
 
 FIELDS = {name for name, _ in fields_of(TrainConfig)}
 

@@ -20,7 +20,7 @@ import klamp
 from klamp.control import Control
 from klamp.gauge import Gauge
 from klamp.train.config import KLConfig, OptimConfig, RolloutConfig, TrainConfig
-from klamp.train.control import control_of
+from klamp.train.kl_config import control_of
 from klamp.train.loop import Trainer
 
 CONTROLLERS = [

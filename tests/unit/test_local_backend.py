@@ -25,7 +25,7 @@ from klamp.local_backend import worker as worker_module
 from klamp.references import Ema, StepLag
 from klamp.references.states import REFERENCE
 from klamp.train import learner as learner_module
-from klamp.train import pricing
+from klamp.train import update
 
 ROOT = Path(__file__).parents[2]
 MODEL = TrainableModel(name="agent", project="tests", base_model="tiny")
@@ -123,7 +123,7 @@ class Spy:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.kl: list[Tensor] = []
         self.added: list[Tensor] = []
-        real = pricing.in_advantage
+        real = update.in_advantage
 
         def watched(advantages: Tensor, kl: Tensor, beta: Any, mask: Tensor, **extra: Any) -> Tensor:
             out = real(advantages, kl, beta, mask, **extra)
@@ -131,7 +131,7 @@ class Spy:
             self.added.append((out - advantages)[mask])
             return out
 
-        monkeypatch.setattr(pricing, "in_advantage", watched)
+        monkeypatch.setattr(update, "in_advantage", watched)
 
 
 # The price

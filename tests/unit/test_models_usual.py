@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from klamp import models
+from klamp.config_io import from_yaml, to_dict, to_yaml
 from klamp.experiments import compare
 from klamp.experiments.compare import CompareConfig
 from klamp.experiments.folder import Folder
 from klamp.experiments.sweep import SweepConfig, plan
 from klamp.models.usual import OWN, USUAL, rate
 from klamp.train.config import AlgorithmConfig, OptimConfig, RolloutConfig, TrainConfig
-from klamp.train.config_io import from_yaml, to_dict, to_yaml
 
 
 def batch(config: TrainConfig) -> tuple[float, ...]:

@@ -80,7 +80,7 @@ def test_the_sampler_follows_the_policy_through_merged_weights(
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)), alpha=0.2)
     made.sampler.refresh()
     rollout = made.sample(1)
-    look = made.learner._look(rollout, made.learner._anchors(rollout))
+    look = made.learner.look(rollout, made.learner.reference_states(rollout))
     torch.testing.assert_close(rollout.sampler_logp[rollout.mask], look.logp[rollout.mask], rtol=1e-4, atol=1e-4)
     assert bool((look.kl[rollout.mask] > 0).any()), "the adapter does something"
 

@@ -17,7 +17,7 @@ from klamp.errors import CheckpointError, ConfigError, ReferencePolicyError
 from klamp.models import load_model
 from klamp.references.folders import folder_of, saved_steps
 from klamp.train import checkpoint
-from klamp.train.checkpoint import damage
+from klamp.train.run_folder import damage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -178,7 +178,7 @@ def test_a_format_of_another_klamp_is_refused(finished: Any, trainer: Any) -> No
     state = json.loads((folder / "trainer.json").read_text())
     (folder / "trainer.json").write_text(json.dumps(state | {"format": "klamp-checkpoint/99"}))
     (folder / "manifest.json").unlink()
-    checkpoint._seal(folder)
+    checkpoint.seal(folder)
     with pytest.raises(CheckpointError, match="klamp-checkpoint/99"):
         trainer(steps=6, save_every=1, keep=0, resume=True).run()
 

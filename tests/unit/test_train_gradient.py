@@ -20,6 +20,7 @@ from torch import Tensor
 from klamp.placements import ACCEPTED
 from klamp.sampling.batch import Rollout
 from klamp.train.algorithms import needs_look, prepare
+from klamp.train.update import loss_of
 
 BETA, TEMPERATURE = 0.37, 0.8
 PAIRS = [(p.estimator, p.placement) for p in ACCEPTED]
@@ -66,10 +67,11 @@ def number(x: Tensor) -> float:
 
 def gradient(learner: Any, rollout: Rollout, scored: Any, beta: float = BETA, **changes: Any) -> list[Tensor]:
     """klamp's: the loss of the whole batch as the update computes it."""
-    anchors = learner._anchors(rollout)
-    look = learner._look(rollout, anchors) if needs_look(learner.config, False) else None
+    anchors = learner.reference_states(rollout)
+    look = learner.look(rollout, anchors) if needs_look(learner.config, False) else None
     prepared = prepare(learner.config, rollout, scored, look, BETA, lambda x: x)
-    loss = learner.loss_of(rollout, torch.arange(len(rollout)), replace(prepared, **changes), anchors, beta)
+    rows = torch.arange(len(rollout))
+    loss = loss_of(learner, rollout, rows, replace(prepared, **changes), anchors, beta=beta)
     return list(torch.autograd.grad(loss, list(learner.policy.trainable().values()), allow_unused=True))
 
 
@@ -240,13 +242,13 @@ def test_beta_is_the_only_price(setting: Any) -> None:
         found.append(gradient(learner, rollout, scored, beta=0.0))
     assert distance(found[0], found[1]) < 1e-6
     assert distance(found[0], found[2]) < 1e-6
-    assert float(learner._look(rollout, learner._anchors(rollout)).kl.sum()) > 0.1
+    assert float(learner.look(rollout, learner.reference_states(rollout)).kl.sum()) > 0.1
 
 
 def test_stats_are_those_of_whole_logits(setting: Any) -> None:
     """Log-probs, reference log-probs and KL at the sampling temperature, and the sampler's own beside them."""
     learner, rollout, _ = setting
-    look = learner._look(rollout, learner._anchors(rollout))
+    look = learner.look(rollout, learner.reference_states(rollout))
     with torch.no_grad():
         rows = token_table(learner, rollout)
     for name, ours in (("logp", look.logp), ("ref", look.ref_logp), ("kl", look.kl)):
@@ -260,7 +262,7 @@ def test_several_updates_on_stale_samples_stay_close_to_the_sampler(setting: Cal
     learner, rollout, scored = setting
     for estimator, placement in (("exact", "sequence_exact"), ("weighted_k3", "in_loss")):
         set_pair(learner, estimator, placement)
-        look = learner._look(rollout, learner._anchors(rollout))
+        look = learner.look(rollout, learner.reference_states(rollout))
         assert (
             distance(gradient(learner, rollout, scored, old_logp=look.logp), gradient(learner, rollout, scored)) < 1e-4
         )

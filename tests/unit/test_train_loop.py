@@ -59,7 +59,7 @@ def test_the_end_token_counts_and_nothing_after_it(trainer: Any) -> None:
         ends.append(own[-1] == 1)
     assert any(ends)
     assert rollout.mask.shape[1] <= 12
-    look = made.learner._look(rollout, made.learner._anchors(rollout))
+    look = made.learner.look(rollout, made.learner.reference_states(rollout))
     torch.testing.assert_close(rollout.sampler_logp[rollout.mask], look.logp[rollout.mask], rtol=1e-4, atol=2e-5)
 
 
@@ -77,7 +77,7 @@ def test_samples_and_kl_are_those_of_the_tempered_distribution(trainer: Any, dis
         with model.disable_adapter():
             ref = (model(**inputs).logits[:, rollout.first - 1] / temperature).log_softmax(-1)
     expected = (logp.exp() * (logp - ref)).sum(-1)
-    look = made.learner._look(rollout, made.learner._anchors(rollout))
+    look = made.learner.look(rollout, made.learner.reference_states(rollout))
     torch.testing.assert_close(look.kl[:, 0], expected, rtol=2e-3, atol=2e-5)
     # The draws themselves: mean log-prob of 480 samples is minus the entropy, within four standard errors.
     p = logp.exp()
@@ -91,7 +91,7 @@ def test_top_p_draws_only_from_the_nucleus(trainer: Any) -> None:
     with pytest.warns(UserWarning, match="top_p"):
         made = trainer(rollout={"prompts": 12, "group_size": 20, "max_tokens": 1, "top_p": 0.5})
     rollout = made.sample(1)
-    look = made.learner._look(rollout, made.learner._anchors(rollout))
+    look = made.learner.look(rollout, made.learner.reference_states(rollout))
     # Renormalised over the nucleus, a log-prob rises by at most log 2 and never falls.
     gain = (rollout.sampler_logp - look.logp)[rollout.mask]
     assert float(gain.min()) >= -1e-5

@@ -11,7 +11,7 @@ import torch
 
 from klamp.errors import PreflightError
 from klamp.placements import ACCEPTED
-from klamp.train import pricing
+from klamp.train import update
 from klamp.train.preflight import preflight
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -68,14 +68,14 @@ def test_an_adapter_that_is_not_off(ready: Any, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_kl_term_without_a_graph(ready: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made, rollout = ready
-    plain = pricing.price_of
+    plain = update.price_of
 
     def detached(*args: Any) -> Any:
         advantages, unclipped, price = plain(*args)
         none = None if unclipped is None else torch.zeros_like(unclipped)
-        return pricing.Priced(advantages, none, price.detach())
+        return update.Priced(advantages, none, price.detach())
 
-    monkeypatch.setattr(pricing, "price_of", detached)
+    monkeypatch.setattr(update, "price_of", detached)
     with pytest.raises(PreflightError, match="does not reach the update"):
         preflight(made.learner, rollout)
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from klamp import models
+from klamp.config_io import from_dict, from_yaml, to_dict, to_yaml
 from klamp.errors import ConfigError
 from klamp.train.config import AlgorithmConfig, KLConfig, RewardConfig, RolloutConfig, TrainConfig
-from klamp.train.config_io import from_dict, from_yaml, to_dict, to_yaml
 from klamp.train.loop import Trainer
 from small_model import vocabulary, write_model
 

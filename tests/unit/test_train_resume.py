@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from klamp.cli import main
+from klamp.config_io import from_yaml, to_yaml
 from klamp.errors import ConfigError
 from klamp.train import checkpoint, loop
 from klamp.train.config import LoraConfig, OptimConfig, RewardConfig, RolloutConfig, TrainConfig
-from klamp.train.config_io import from_yaml, to_yaml
 from klamp.train.loop import train_policy
 from klamp.train.run_folder import RunFolder
 

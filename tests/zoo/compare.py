@@ -94,7 +94,7 @@ def compared(trainer: Any, folder: str) -> Found:
     learner = trainer.learner
     trainer.sampler.refresh()
     rollout = trainer.sample(3)
-    look = learner._look(rollout, learner._anchors(rollout))
+    look = learner.look(rollout, learner.reference_states(rollout))
     mask = rollout.mask
     weights = torch.randn(2, *mask.shape, generator=torch.Generator().manual_seed(3))
     policy, base = truth(trainer, folder), original(folder)

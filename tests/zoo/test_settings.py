@@ -108,7 +108,7 @@ def test_a_reference_model_keeps_its_scale_in_training(tmp_path: Path) -> None:
     with own_words():
         made = trained(policy, tmp_path / "run", full=False, kl=KLConfig(reference=f"model:{reference}"), steps=1)
     learner, rollout = made.learner, batch()
-    look = learner._look(rollout, learner._anchors(rollout))
+    look = learner.look(rollout, learner.reference_states(rollout))
     right = divergence(alone(learner.policy.model, rollout), alone(build("granite", logits_scaling=4.0), rollout))
     close(look.kl[rollout.mask], right)
 
@@ -187,7 +187,7 @@ def test_adapters_are_references_as_peft_loads_them(adapted: tuple[str, str], tm
     rollout = batch()
     made = trained(base, tmp_path / "run", full=False, kl=KLConfig(reference=f"adapter:{folder}"), steps=1)
     learner = made.learner
-    look = learner._look(rollout, learner._anchors(rollout))
+    look = learner.look(rollout, learner.reference_states(rollout))
     right = divergence(alone(learner.policy.model, rollout), alone(as_peft_loads(base, folder), rollout))
     close(look.kl[rollout.mask], right)
 

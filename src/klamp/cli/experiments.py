@@ -109,8 +109,8 @@ def report(runs: tuple[Path, ...], /, *, out: Path | None = None) -> None:
 
 def refuse_fields(args: list[str]) -> None:
     """A flag of train's given to sweep, as --optim.lr 1e-3: it is a field for --set there."""
+    from klamp.config_io import fields_of
     from klamp.train.config import TrainConfig
-    from klamp.train.config_io import fields_of
 
     names = {name for name, _ in fields_of(TrainConfig) if "." in name}
     for item, following in itertools.zip_longest(args, args[1:], fillvalue=""):

@@ -129,7 +129,7 @@ def without(flag: str, args: list[str]) -> list[str]:
 @contextlib.contextmanager
 def flags_named(config: type) -> Iterator[None]:
     """Errors that name fields of ``config``, by the flags that these are given by."""
-    from klamp.train.config_io import fields_of
+    from klamp.config_io import fields_of
 
     known = {name for name, _ in fields_of(config)}
     try:

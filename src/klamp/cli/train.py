@@ -72,8 +72,8 @@ def _page(run: str, port: int | None) -> Iterator[None]:
 
 def _starting_point(args: list[str]) -> tuple[TrainConfig, list[str]]:
     """What the flags go on top of, which is --config, the run that is resumed, or the defaults; and the flags."""
+    from klamp.config_io import from_yaml
     from klamp.train.config import TrainConfig
-    from klamp.train.config_io import from_yaml
     from klamp.train.run_folder import RunFolder
 
     file, rest = value_of("--config", args), without("--config", args)

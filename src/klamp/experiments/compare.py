@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from klamp import models
+from klamp.config_io import UsualCount, left_out
 from klamp.errors import ConfigError, require_number, unknown
 from klamp.experiments import runner, worker
 from klamp.experiments.folder import Folder, read_settings
@@ -31,7 +32,6 @@ from klamp.train.config import (
     RolloutConfig,
     TrainConfig,
 )
-from klamp.train.presumed import UsualCount, left_out
 
 ARMS = ("static", *ADAPTIVE)
 COARSE = 2.0

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from klamp import models
+from klamp.config_io import from_yaml
 from klamp.errors import ConfigError, require_number
 from klamp.experiments import ray_runner, runner, sweep_grammar, worker
 from klamp.experiments.folder import Folder
@@ -20,7 +21,6 @@ from klamp.results.figures import Figures, figures
 from klamp.results.tables import number
 from klamp.train import data
 from klamp.train.config import KLConfig, TrainConfig
-from klamp.train.config_io import from_yaml
 
 Engine = Literal["local", "ray"]
 USUAL_SWEEP = ("kl.beta=0.01:1:5:log",)

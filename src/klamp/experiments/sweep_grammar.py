@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from klamp.compat.settings import foreign
+from klamp.config_io import convert, fields_of, from_dict
 from klamp.errors import ConfigError, unknown
 from klamp.train.config import TrainConfig
-from klamp.train.config_io import convert, fields_of, from_dict
 
 MOST = 10_000
 """Runs of one sweep; more is a slip of the finger."""

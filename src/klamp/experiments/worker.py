@@ -28,6 +28,7 @@ import torch
 
 from klamp import models
 from klamp.chat import Prompt, as_text
+from klamp.config_io import from_dict, to_dict
 from klamp.errors import ConfigError, KlampError
 from klamp.experiments.perplexity import Text, heldout, perplexity
 from klamp.models.policy import Policy
@@ -35,7 +36,6 @@ from klamp.sampling.batch import Rollout, part
 from klamp.sampling.sampler import Sampler, context_of
 from klamp.train import data
 from klamp.train.config import TrainConfig
-from klamp.train.config_io import from_dict, to_dict
 from klamp.train.loop import Trainer
 from klamp.train.run_folder import RunFolder, atomic_text
 

@@ -30,8 +30,8 @@ from klamp.references.folders import folder_of, saved_steps
 from klamp.sampling.sampler import context_of, end_ids
 from klamp.train import checkpoint
 from klamp.train.config import TrainConfig
-from klamp.train.control import control_of
 from klamp.train.data import mix
+from klamp.train.kl_config import control_of
 from klamp.train.launch import make_accelerator
 from klamp.train.learner import Learner, Outcome
 from klamp.train.loop import _learner

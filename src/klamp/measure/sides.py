@@ -12,11 +12,11 @@ from pathlib import Path
 
 from klamp import models
 from klamp.chat import Prompt
+from klamp.config_io import from_yaml
 from klamp.errors import ConfigError, shown
 from klamp.references.folders import folder_of, saved_steps
 from klamp.train import data
 from klamp.train.config import TrainConfig
-from klamp.train.config_io import from_yaml
 
 
 @dataclass(frozen=True)

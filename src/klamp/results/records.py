@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from klamp import jsonl
+from klamp.config_io import load_yaml
 from klamp.errors import ConfigError
-from klamp.train.config_io import load_yaml
 from klamp.train.run_folder import RunFolder
 
 KEYS = (

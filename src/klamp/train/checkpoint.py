@@ -7,37 +7,32 @@ states, the controller's and monitor's state, the reference's identity.
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import hashlib
 import itertools
 import json
 import os
-import random
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from klamp import models
-from klamp.distributed import digest, put
+from klamp.distributed import digest, gathered, put, share, whole
 from klamp.errors import CheckpointError, ConfigError, KlampError, ReferencePolicyError, shown, writing
 from klamp.references import CheckpointStep, StepLag, parse
 from klamp.references.folders import folder_of, saved_steps
 from klamp.sampling.merged_model import ADAPTER
-from klamp.train.checkpoint_tensors import Contents, collect, not_finite, restore_moments
+from klamp.train import data
 from klamp.train.config import TrainConfig
-from klamp.train.data import mix
 from klamp.train.learner import Learner
 from klamp.train.model_card import model_card
-from klamp.train.run_folder import GO_ON, RunFolder, sync_folder
+from klamp.train.run_folder import GO_ON, RunFolder, damage, seal, sync_folder
 
 FORMAT = "klamp-checkpoint/1"
 LAW = 3
@@ -64,7 +59,7 @@ def save(
     accelerator = learner.accelerator
     final = folder_of(run, step)
     _check_finite(run, step, learner)
-    randoms, contents = _gather_randoms(accelerator), collect(learner)
+    randoms, contents = _gather_randoms(), collect(learner)
     if accelerator.is_main_process and not (final.is_dir() and damage(final) is None):
         with writing(final, GO_ON):
             folder = RunFolder(run)
@@ -84,7 +79,7 @@ def _save_aside(final: Path, write: Callable[[Path], None]) -> None:
     try:
         aside.mkdir()
         write(aside)
-        _seal(aside)
+        seal(aside)
     except Exception:
         shutil.rmtree(aside, ignore_errors=True)
         raise
@@ -210,7 +205,8 @@ def _load(saved: Saved, learner: Learner, control: bool) -> int:
             f"the reference changed since {str(folder)!r} was saved: {state['reference']} then, {now} now. A KL must "
             "be measured against the same reference; restore it, or start a new run."
         )
-    _set_random(state["random"], learner.accelerator)
+    randoms = state["random"]
+    data.restore_random(randoms[learner.accelerator.process_index % len(randoms)])
     return saved.step
 
 
@@ -235,28 +231,6 @@ def newest(run: Path, *, skip_damaged: bool = False) -> Saved | None:
     return None
 
 
-def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, by its manifest; None when it is whole."""
-    manifest = folder / "manifest.json"
-    if not manifest.is_file():
-        return "manifest.json is missing"
-    try:
-        hashes: dict[str, str] = dict(json.loads(manifest.read_text(encoding="utf-8"))["sha256"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return "manifest.json cannot be read"
-    if "trainer.json" not in hashes:
-        return "manifest.json does not name trainer.json"
-    for name, expected in hashes.items():
-        file = folder / name
-        if not file.resolve().is_relative_to(folder.resolve()):
-            return f"{name} leads out of it"
-        if not file.is_file():
-            return f"{name} is missing"
-        if _hash(file) != expected:
-            return f"{name} does not match its hash"
-    return None
-
-
 def needed_bytes(learner: Learner) -> int:
     """About how large a checkpoint will be: trained weights with two moments each, or the whole model besides."""
     trained = sum(p.numel() * p.element_size() for p in learner.policy.trainable().values())
@@ -272,25 +246,6 @@ def check_disk(run: Path, learner: Learner) -> None:
             f"run {str(run)!r}: {free / 2**20:.0f} MiB free, and two checkpoints need {2 * needed / 2**20:.0f} MiB. "
             "Free some space, or choose a --run elsewhere."
         )
-
-
-def _seal(folder: Path) -> None:
-    """Hash every file into the manifest and sync all of them."""
-    files = sorted(p for p in folder.rglob("*") if p.is_file())
-    hashes = {str(p.relative_to(folder)): _hash(p) for p in files}
-    (folder / "manifest.json").write_text(json.dumps({"sha256": hashes}, indent=1), encoding="utf-8")
-    for file in [*files, folder / "manifest.json"]:
-        with file.open("rb") as handle:
-            os.fsync(handle.fileno())
-    sync_folder(folder)
-
-
-def _hash(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as handle:
-        while block := handle.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def sweep(folder: Path) -> None:
@@ -359,36 +314,76 @@ def _full_weights(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
-def seed_everything(seed: int, process: int) -> None:
-    """The same start for torch in every process, and one of its own in each for what rewards may draw from."""
-    torch.manual_seed(mix(seed, 1))
-    random.seed(mix(seed, 1, process))
-    numpy.random.seed(mix(seed, 1, process) % 2**32)  # noqa: NPY002 (the generator that others' rewards draw from)
-
-
-def _random_state() -> dict[str, Any]:
-    state: dict[str, Any] = {"torch": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()}
-    version, numbers, gauss = random.getstate()
-    state["python"] = [version, list(numbers), gauss]
-    kind, keys, *rest = numpy.random.get_state(legacy=True)  # noqa: NPY002
-    state["numpy"] = [kind, [int(k) for k in keys], *rest]
-    if torch.cuda.is_available():
-        state["cuda"] = base64.b64encode(torch.cuda.get_rng_state().numpy().tobytes()).decode()
-    return state
-
-
-def _gather_randoms(accelerator: Any) -> list[dict[str, Any]]:
+def _gather_randoms() -> list[dict[str, Any]]:
     from accelerate.utils import gather_object
 
-    found: list[dict[str, Any]] = gather_object([_random_state()])
+    found: list[dict[str, Any]] = gather_object([data.random_state()])
     return found
 
 
-def _set_random(states: list[dict[str, Any]], accelerator: Any) -> None:
-    state = states[accelerator.process_index % len(states)]
-    torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state["torch"])), dtype=torch.uint8))
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    numpy.random.set_state(tuple(state["numpy"]))  # noqa: NPY002
-    if torch.cuda.is_available() and "cuda" in state:
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state["cuda"])), dtype=torch.uint8))
+@dataclass(frozen=True)
+class Contents:
+    """Gathered tensors by name. Empty on processes that do not write."""
+
+    model: dict[str, Tensor] | None
+    """The model's weights where they are sharded; None where the model can save itself."""
+    value: dict[str, Tensor]
+    """PPO's value head."""
+    optimizer: dict[str, Tensor]
+    reference: dict[str, Tensor]
+    """Weights of the reference that exist nowhere else."""
+    identity: dict[str, Any]
+
+
+def collect(learner: Learner) -> Contents:
+    """Every process calls; under FSDP2 they gather together, one tensor at a time."""
+    keep, sharded, policy = learner.accelerator.is_main_process, learner.sharded, learner.policy
+    learner.settle()
+    if not (keep or sharded):
+        return Contents(None, {}, {}, {}, {})
+    model: Any = policy.model
+    named = model.state_dict(keep_vars=True) if sharded else {}
+    saved = {k: v for k, v in named.items() if not policy.lora or "lora_" in k}
+    return Contents(
+        model=gathered(saved, keep=keep) if sharded else None,
+        value={} if policy.value is None else gathered(policy.value.state_dict(), keep=keep),
+        optimizer=gathered(_moments(learner), keep=keep),
+        reference=gathered(learner.reference.tensors(), keep=keep),
+        identity=learner.reference.identity(),
+    )
+
+
+def _moments(learner: Learner) -> dict[str, Tensor]:
+    """Adam's state by parameter name."""
+    names = {id(p): n for n, p in learner.policy.named_parameters()}
+    flat = {}
+    for p, state in learner.optimizer.state.items():
+        for key, value in state.items():
+            flat[f"{names[id(p)]}::{key}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+    return flat or {"empty": torch.zeros(1)}
+
+
+def restore_moments(learner: Learner, saved: dict[str, Tensor]) -> None:
+    """Put :func:`collect`'s optimiser state back, whatever the number of processes is now."""
+    states: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in saved.items():
+        parameter, _, key = name.partition("::")
+        if key:
+            states.setdefault(parameter, {})[key] = tensor
+    fused = bool(learner.optimizer.param_groups[0].get("fused"))
+    for name, p in learner.policy.trainable().items():
+        if name in states:
+            learner.optimizer.state[p] = {k: _placed(v, p, fused) for k, v in states[name].items()}
+
+
+def _placed(value: Tensor, p: Tensor, fused: bool) -> Tensor:
+    """Moments lie where their parameter lies; the count of steps stays on the CPU unless Adam is fused."""
+    if value.dim() == 0:
+        return value.to(p.device) if fused else value
+    return share(value.to(p.device), p)
+
+
+def not_finite(learner: Learner) -> list[str]:
+    """Trained parameters that hold a NaN or an infinity; the same list on every process."""
+    learner.settle()
+    return [n for n, p in learner.policy.trainable().items() if bool(whole((~torch.isfinite(p)).sum()) > 0)]

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from klamp import models
+from klamp.config_io import Default, UsualCount, UsualRate, left_out
 from klamp.errors import ConfigError, require_number, unknown
 from klamp.train.kl_config import KLConfig as KLConfig
-from klamp.train.presumed import Presumed, UsualCount, UsualRate, left_out
 
 USUAL = models.USUAL["tiny"]
 USUAL_LIMIT = 2.0
@@ -276,7 +276,7 @@ class TrainConfig:
         require_number("sample_every", self.sample_every, at_least=1, way_out="It counts steps.")
         require_number("process_timeout", self.process_timeout, above=0, way_out="It is in seconds; 600 is usual.")
         require_number("keep", self.keep, at_least=0, way_out="0 keeps every checkpoint.")
-        known = not isinstance(self.rollout.prompts, Presumed)  # otherwise seen when it is resolved
+        known = not isinstance(self.rollout.prompts, Default)  # otherwise seen when it is resolved
         if known and self.algorithm.minibatches > self.rollout.prompts * self.rollout.group_size:
             raise ConfigError(
                 f"‹algorithm.minibatches› {self.algorithm.minibatches} is more than the "

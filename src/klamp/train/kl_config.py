@@ -1,4 +1,4 @@
-"""How KL is measured, priced, steered and clamped: the settings ``kl.*``."""
+"""How KL is measured, priced, steered and clamped: the settings ``kl.*``, and the :class:`klamp.Control` they make."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+from klamp.config_io import Default, DefaultTarget, DefaultUnit
+from klamp.control import Control
 from klamp.controllers import Controller, Doubling, Exponential, Fixed, Hold, Ziegler
 from klamp.errors import ConfigError, require_number, shown, unknown
 from klamp.estimators import named
 from klamp.masked import UNITS, Unit
+from klamp.monitor import Monitor
 from klamp.placements import check, refusal
 from klamp.references import parse
-from klamp.train.presumed import Presumed, PresumedTarget, PresumedUnit
 
 ControllerName = Literal["hold", "ziegler", "exponential", "doubling", "fixed"]
 STEERS = {"hold": Hold, "ziegler": Ziegler, "exponential": Exponential, "doubling": Doubling}
@@ -29,14 +31,14 @@ def _within(part: str) -> Iterator[None]:
         raise error.within(part) from None
 
 
-TOKEN = cast(Unit, PresumedUnit("token"))
+TOKEN = cast(Unit, DefaultUnit("token"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class KLConfig:
     """How KL is measured, priced, steered and clamped."""
 
-    target: float | None = PresumedTarget(0.05)
+    target: float | None = DefaultTarget(0.05)
     """KL to hold, in nats per `per`, which must be given with it. None: no target, beta stays where it is."""
     per: Unit | None = TOKEN
     """Unit of target, limit and the KL that steers: token, sequence (its sum) or sequence_mean (its mean)."""
@@ -117,13 +119,13 @@ class KLConfig:
         units = "‹kl.per=token›, ‹kl.per=sequence› (the sum over a sequence) or ‹kl.per=sequence_mean›"
         own = {"kl.target": self.target, "kl.limit": self.limit}
         for name, value in own.items():
-            if value is not None and not isinstance(value, Presumed) and isinstance(self.per, Presumed | None):
+            if value is not None and not isinstance(value, Default) and isinstance(self.per, Default | None):
                 raise ConfigError(f"‹{name}› {shown(value)} has no unit: nats per what? Add {units}.")
         if self.per not in (*UNITS, None):
             raise unknown("kl.per", self.per, UNITS)
         if self.per is None and (self.target is not None or self.controller != "fixed"):
             raise ConfigError(f"‹kl.per› is None, and a KL has a unit. Give {units}.")
-        if isinstance(self.target, PresumedTarget) and self.per != "token":
+        if isinstance(self.target, DefaultTarget) and self.per != "token":
             raise ConfigError(
                 f"‹kl.per={self.per}› needs a ‹kl.target› in nats per {self.per}: the target of 0.05, which holds "
                 "where none is given, is per token."
@@ -175,3 +177,32 @@ class KLConfig:
         if not self.clamp:
             return None
         return self.limit if self.limit is not None else None if self.target is None else 1.1 * self.target
+
+
+def control_of(kl: KLConfig, controller: Controller | None = None) -> Control:
+    """Price, clamp and monitor as configured, before the first batch; ``controller`` in place of the named one."""
+    made = controller or kl.make_controller()
+    monitor = Monitor(kl.target, kl.per, bounds=getattr(made, "bounds", None), advice=advice(kl))
+    return Control(made, clamp=kl.clamp_limit, monitor=monitor)
+
+
+def advice(kl: KLConfig) -> dict[str, str]:
+    """What to change when an alarm rings, in the fields of the configuration: nothing that klamp steers by itself."""
+    constant = kl.controller == "fixed"
+    steer = "Raise kl.beta, lower optim.lr, or set kl.controller=hold" if constant else "Lower optim.lr"
+    hold = steer if kl.clamp_limit is not None else f"{steer}, or set kl.limit with kl.clamp=true"
+    free = "Lower kl.beta or raise optim.lr" if constant else "Raise optim.lr"
+    return {
+        "drifting": f"{hold}.",
+        "not_learning": f"{free}, or look at reward/std and reward/no_signal: there may be nothing to learn from.",
+        "spike": "Look at the samples of this step; if it repeats, lower optim.lr or optim.max_grad_norm.",
+        "non_finite": "If it repeats, lower optim.lr, or look at the rewards and the dtype of the model.",
+        "beta_at_bound": "Change kl.target, or optim.lr: lower where beta is high, higher where it is low.",
+        "estimators_disagree": "The run is steered by the exact one; a higher rollout.prompts has less noise.",
+        "sampler_gap": "Set dtype=float32, or rollout.top_p to 1.",
+        "clamp_works_hard": f"{steer}: the clamp undoes good and bad alike.",
+        "no_signal": (
+            "Change reward.functions to one that differs between completions of a prompt, prompts to some that are "
+            "neither too easy nor too hard, or raise rollout.group_size."
+        ),
+    }

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from klamp.clamp import snapshot
 from klamp.masked import Unit, select
+from klamp.monitor import logger
+from klamp.train.config import KLConfig
 from klamp.train.data import mix
 from klamp.train.metrics import Totals
 
@@ -207,3 +209,13 @@ def restore(model: nn.Module, kept: dict[str, torch.Tensor]) -> None:
     for name, p in model.named_parameters():
         if name in kept:
             p.copy_(kept[name])
+
+
+def warn_near_floor(kl: KLConfig, floor: float) -> None:
+    """Say so where the target is hardly above what rounding alone makes of KL."""
+    if kl.target is not None and kl.target < WARN * floor:
+        logger.warning(
+            "the target %.3g is less than %g times the floor: KL reads %.2g nats per %s from rounding alone. Raise "
+            "kl.target, or set dtype=float32.",
+            *(kl.target, WARN, floor, kl.per),
+        )

@@ -1,12 +1,7 @@
-"""One optimiser step under KL control: the body of the trainer, used by the loop and by LocalBackend alike.
-
-The loss is a sum over counted tokens divided by the step's global token count, price and reward alike, so neither
-micro-batches nor processes change it.
-"""
+"""One optimiser step under KL control: the body of the trainer, used by the loop and by LocalBackend alike."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -21,13 +16,10 @@ from klamp import estimators as e
 from klamp import trust
 from klamp.clamp import lora_scaler, snapshot, weights_scaler
 from klamp.control import Control
-from klamp.distributed import settle, whole
-from klamp.errors import TrainingError
-from klamp.kernels import TokenStats
-from klamp.masked import select, sum_count
+from klamp.distributed import settle
+from klamp.masked import sum_count
 from klamp.models.policy import Policy, ReferenceStates
 from klamp.monitor import Alarm
-from klamp.objectives import value_loss
 from klamp.references import parse
 from klamp.references.cache import ReferenceCache
 from klamp.references.states import AdapterOff, Reference, make_reference
@@ -35,14 +27,20 @@ from klamp.sampling.batch import Part, Rollout, parts
 from klamp.sampling.merged_model import ADAPTER, MergedModel
 from klamp.train.algorithms import Look, Prepared, algorithm_of, needs_look, prepare
 from klamp.train.config import TrainConfig
-from klamp.train.control import control_of, warn_near_floor
-from klamp.train.data import mix
-from klamp.train.kl_measurement import Reading, Sums, measure_floor, moments, reads_rounding, relative_error
+from klamp.train.kl_config import control_of
+from klamp.train.kl_measurement import (
+    Reading,
+    Sums,
+    measure_floor,
+    moments,
+    reads_rounding,
+    relative_error,
+    warn_near_floor,
+)
 from klamp.train.launch import shard_like_policy
 from klamp.train.metrics import Tally, Totals, band, clamp_metrics, reward_metrics, sampler_gap
-from klamp.train.optimizer import adamw, share_of_rate
-from klamp.train.pricing import gradient_of, policy_term
 from klamp.train.rewards import Scored
+from klamp.train.update import Anchors, adamw, optimise, rate_of
 
 PER_TOKEN = ("kl/ref/exact", "kl/ref/k1", "kl/ref/k3", "kl/sampler/k1", "kl/sampler/k3", "rollout/gap")
 """Means over the counted tokens that every step logs."""
@@ -100,9 +98,9 @@ class Learner:
     def step(self, step: int, rollout: Rollout, scored: Scored, *, stale: bool = False) -> Outcome:
         """One step on sampled and rewarded sequences. ``stale`` says that their sampler was an older policy."""
         rollout = rollout.to(self.device)
-        tally, before, control = Tally(self.reduce), self.applied, self.control
-        anchors = self._anchors(rollout)
-        look = self._look(rollout, anchors) if needs_look(self.config, stale) else None
+        tally, control = Tally(self.reduce), self.control
+        anchors = self.reference_states(rollout)
+        look = self.look(rollout, anchors) if needs_look(self.config, stale) else None
         prepared = prepare(self.config, rollout, scored, look, control.beta if control.started else 0.0, self.reduce)
         if not control.started:
             control = self._first_price(rollout, prepared, anchors)
@@ -114,14 +112,17 @@ class Learner:
             known = torch.isfinite(rollout.sampler_logp)
             prepared = replace(prepared, old_logp=torch.where(known, rollout.sampler_logp, look.logp))
         origin = self._origin()
-        met = self._optimise(step, rollout, prepared, anchors, tally, control.beta)
-        seen = met if look is None else look
+        updated = optimise(self, step, rollout, prepared, anchors, beta=control.beta, sums=tally)
+        self.applied += updated.applied
+        self.skipped += updated.skipped
+        self.grad_norm = self.grad_norm if updated.grad_norm is None else updated.grad_norm
+        seen = updated.met if look is None else look
         self._tally_kl(rollout, prepared, seen, tally)
         sums = tally.totals()
         kl = sums.mean("kl") if sums.count("kl") else math.nan  # nothing counted is not a KL of 0
         rewards = reward_metrics(rollout, scored, self.reduce)
         reading = self._reading(rollout, prepared, anchors, seen, int(sums.count("sequences")))
-        if self.applied > before:
+        if updated.applied:
             after = self._after_update(control, step, origin, kl, reading, prepared, sums, rewards)
         else:  # controllers count on one move a reading, and the first price waits for a batch that counts
             after = self.control.skip(kl, step=step, figures=self._watched(sums, rewards))
@@ -132,7 +133,11 @@ class Learner:
         metrics |= {name: sums.mean(name) for name in sums.names() if name.startswith(("loss/", "policy/", "rollout/"))}
         metrics |= {**rewards, "policy/spread": prepared.spread}
         metrics["rollout/gap_max"] = self.largest(self.largest_gap)
-        metrics |= {"train/skipped": float(self.skipped), "train/lr": self._lr(step), "train/grad_norm": self.grad_norm}
+        metrics |= {
+            "train/skipped": float(self.skipped),
+            "train/lr": rate_of(self.config, step),
+            "train/grad_norm": self.grad_norm,
+        }
         gap = sampler_gap(rollout, seen.logp, prepared.counted)
         return Outcome(metrics, list(after.alarms), seen.kl, gap, self.control)
 
@@ -172,7 +177,7 @@ class Learner:
         metrics |= {"kl/steered": kl, "kl/beta": control.beta, **band(kl, self.config.kl.target)}
         return metrics | {"kl/noise": relative_error(sums), "kl/floor": control.state.floor}
 
-    def _floor(self, rollout: Rollout, prepared: Prepared, anchors: Callable[[Part], ReferenceStates]) -> float:
+    def _floor(self, rollout: Rollout, prepared: Prepared, anchors: Anchors) -> float:
         """What rounding makes of KL, in the unit of the target; 0 where nothing rounds or weights are in shards."""
         split = self.sharded or self.accelerator.distributed_type == "DEEPSPEED"
         if split or not reads_rounding(self.policy.model, autocast=self.rounds):
@@ -184,7 +189,7 @@ class Learner:
 
         return measure_floor(self.policy.model, measure, self.config.seed)
 
-    def _first_price(self, rollout: Rollout, prepared: Prepared, anchors: Callable[[Part], ReferenceStates]) -> Control:
+    def _first_price(self, rollout: Rollout, prepared: Prepared, anchors: Anchors) -> Control:
         """The control with its first price, from the first batch; every process has the same numbers."""
         floor = self._floor(rollout, prepared, anchors)
         warn_near_floor(self.config.kl, floor)
@@ -194,116 +199,14 @@ class Learner:
         given = self.config.kl.beta is not None
         return self.control.init(spread=None if given else prepared.spread, length=length, floor=floor)
 
-    # -- the update -------------------------------------------------------------------------------------------------
-
-    def _optimise(
-        self,
-        step: int,
-        rollout: Rollout,
-        prepared: Prepared,
-        anchors: Callable[[Part], ReferenceStates],
-        tally: Tally,
-        beta: float,
-    ) -> Look:
-        """All epochs and minibatches; losses are tallied in the first. Returns each token as it was met there."""
-        met = Look.empty(rollout, values=False)
-        algorithm, size = self.config.algorithm, self.config.optim.micro_batch
-        for epoch in range(algorithm.epochs):
-            order = self._order(step, epoch, len(rollout))
-            for rows in torch.tensor_split(order, algorithm.minibatches):
-                count = float(self.reduce(prepared.counted[rows].sum().double()))
-                if count == 0:  # every reward failed: Adam's momentum alone is no step
-                    self.skipped += 1
-                    continue
-                self._set_rate(step)
-                pieces = list(parts(rollout, rows, size))
-                for i, piece in enumerate(pieces):
-                    with self._sync(last=i + 1 == len(pieces)):
-                        told = tally if epoch == 0 else None
-                        loss, stats = self._loss(piece, prepared, anchors(piece), count, beta, told)
-                        self.accelerator.backward(loss * self.accelerator.num_processes)
-                    if epoch == 0:
-                        met.keep(piece, stats)
-                self._apply(step)
-        return met
-
-    def loss_of(
-        self,
-        rollout: Rollout,
-        rows: Tensor,
-        prepared: Prepared,
-        anchors: Callable[[Part], ReferenceStates],
-        beta: float,
-    ) -> Tensor:
-        """The loss of some rows as the update computes it at ``beta``, with its graph; for preflight and tests."""
-        count = float(prepared.counted[rows].sum().clamp(min=1))
-        pieces = parts(rollout, rows, self.config.optim.micro_batch)
-        return torch.stack([self._loss(p, prepared, anchors(p), count, beta, None)[0] for p in pieces]).sum()
-
-    def _loss(
-        self,
-        piece: Part,
-        prepared: Prepared,
-        reference: ReferenceStates,
-        count: float,
-        beta: float,
-        tally: Tally | None,
-    ) -> tuple[Tensor, TokenStats]:
-        """``Σ (policy + price + value) / count`` over the counted tokens of a part."""
-        counted = piece.of(prepared.counted)
-        piece = replace(piece, mask=counted)
-        with self._autocast():
-            states = self.module(piece, values=prepared.returns is not None)
-            stats = self.policy.stats(piece, states.hidden, reference, gradient_of(self.config))
-        old = stats.logp.detach() if prepared.old_logp is None else piece.of(prepared.old_logp)
-        policy, price, corrected = policy_term(self.config, piece, prepared, stats, old, beta)
-        loss = policy + price
-        if tally is not None:
-            self._tally_losses(counted, stats, old, policy, price, tally)
-            if corrected is not None:
-                tally.add("rollout/truncated", corrected.truncated.sum(), counted.sum())
-                tally.add("rollout/left_out", (counted & ~corrected.stays).sum(), counted.sum())
-        if prepared.returns is not None and prepared.old_values is not None and states.values is not None:
-            values = value_loss(
-                states.values,
-                piece.of(prepared.old_values),
-                piece.of(prepared.returns),
-                clip=self.config.algorithm.value_clip,
-            )
-            value_term = select(values, counted).sum()
-            loss = loss + self.config.algorithm.value_weight * value_term
-            if tally is not None:
-                tally.add("loss/value", value_term.detach(), counted.sum())
-        return loss / count, stats
-
-    def _apply(self, step: int) -> None:
-        """Clip, step, and skip a step whose gradient is not finite; DeepSpeed has done the first two by now."""
-        limit = self.config.optim.max_grad_norm or math.inf
-        self.grad_norm = float(whole(self.accelerator.clip_grad_norm_(self.trained, limit)))
-        if math.isfinite(self.grad_norm):
-            self.optimizer.step()
-            self.applied += 1
-        else:
-            self.skipped += 1
-            if self.config.optim.on_nonfinite == "stop" or self.accelerator.distributed_type == "DEEPSPEED":
-                raise TrainingError(
-                    f"the gradient of step {step} is {self.grad_norm}. Look at this step's samples and rewards, lower "
-                    "‹optim.lr›, or set ‹optim.on_nonfinite=skip› to leave such steps out (not with DeepSpeed)."
-                )
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def _set_rate(self, step: int) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * self._factor(step)
-
     # -- measuring --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _look(self, rollout: Rollout, anchors: Callable[[Part], ReferenceStates]) -> Look:
+    def look(self, rollout: Rollout, anchors: Anchors) -> Look:
         """Log-probs (and values) of the whole batch before the update."""
         seen = Look.empty(rollout, values=self.policy.value is not None)
         for piece in parts(rollout, torch.arange(len(rollout), device=self.device), self.config.optim.micro_batch):
-            with self._autocast():
+            with self.autocast():
                 states = self.module(piece, values=self.policy.value is not None)
                 stats = self.policy.stats(piece, states.hidden, anchors(piece))
             seen.keep(piece, stats)
@@ -315,7 +218,7 @@ class Learner:
         self,
         rollout: Rollout,
         prepared: Prepared,
-        anchors: Callable[[Part], ReferenceStates],
+        anchors: Anchors,
         seen: Look,
         sequences: int,
     ) -> Reading:
@@ -333,12 +236,12 @@ class Learner:
 
     @torch.no_grad()
     def _measured(
-        self, rollout: Rollout, rows: Tensor, prepared: Prepared, anchors: Callable[[Part], ReferenceStates]
+        self, rollout: Rollout, rows: Tensor, prepared: Prepared, anchors: Anchors
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Exact KL of the tokens of some rows under the policy as it is now, and which of them count."""
         for piece in parts(rollout, rows, self.config.optim.micro_batch) if len(rows) else ():
             piece = replace(piece, mask=piece.of(prepared.counted))
-            with self._autocast():
+            with self.autocast():
                 stats = self.policy.stats(piece, self.module(piece).hidden, anchors(piece))
             assert stats.kl is not None, "the learner always has a reference"
             yield stats.kl, piece.mask
@@ -351,11 +254,11 @@ class Learner:
             tally.add("kl", *sum_count(kl, counted, per=self.config.kl.per or "token"))
         return Sums(*tally.totals().pairs["kl"])
 
-    def _anchors(self, rollout: Rollout) -> Callable[[Part], ReferenceStates]:
+    def reference_states(self, rollout: Rollout) -> Anchors:
         """The reference's states of any part of the rollout."""
 
         def fresh(piece: Part) -> ReferenceStates:
-            with self._autocast():
+            with self.autocast():
                 return self.reference.states(piece)
 
         def agree(mine: bool) -> bool:
@@ -378,17 +281,6 @@ class Learner:
         tally.add("sequences", torch.zeros(()), torch.tensor(len(rollout)))
         for name, moment in moments(seen.kl, counted, rollout.group_size, self.config.kl.per or "token").items():
             tally.add(name, moment, torch.ones(()))
-
-    def _tally_losses(
-        self, counted: Tensor, stats: TokenStats, old: Tensor, pg: Tensor, price: Tensor, tally: Tally
-    ) -> None:
-        logp = stats.logp.detach()
-        tally.add("loss/policy", pg.detach(), counted.sum())
-        tally.add("loss/price", price.detach(), counted.sum())
-        tally.add("policy/entropy", *sum_count(stats.entropy.detach(), counted))
-        low, high = self.config.algorithm.clip
-        ratio = (logp - old).exp()
-        tally.add("policy/clipped", *sum_count(((ratio < 1 - low) | (ratio > 1 + high)).float(), counted))
 
     # -- plumbing ---------------------------------------------------------------------------------------------------
 
@@ -436,24 +328,6 @@ class Learner:
         """Whether forward passes are taken in bfloat16, whatever the weights are."""
         return self.device.type == "cuda" and self.config.dtype != "float32"
 
-    def _autocast(self) -> Any:
+    def autocast(self) -> Any:
+        """The context of a forward pass."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.rounds)
-
-    @contextlib.contextmanager
-    def _sync(self, *, last: bool) -> Iterator[None]:
-        """Processes exchange gradients at the last part only."""
-        with contextlib.nullcontext() if last else self.accelerator.no_sync(self.module):
-            yield
-
-    def _order(self, step: int, epoch: int, count: int) -> Tensor:
-        """Rows of a pass: in order for a single update, shuffled by seed, step and epoch otherwise."""
-        if self.config.algorithm.minibatches == 1:
-            return torch.arange(count, device=self.device)
-        generator = torch.Generator().manual_seed(mix(self.config.seed, step, epoch, self.accelerator.process_index))
-        return torch.randperm(count, generator=generator).to(self.device)
-
-    def _factor(self, step: int) -> float:
-        return share_of_rate(self.config.optim, step, self.config.steps)
-
-    def _lr(self, step: int) -> float:
-        return self.config.optim.lr * self._factor(step)

@@ -28,10 +28,9 @@ from klamp.sampling.sampler import context_of
 from klamp.sampling.server_sampler import Ahead, ServerSampler
 from klamp.train import checkpoint, data
 from klamp.train.config import TrainConfig
-from klamp.train.display import Display, opening
 from klamp.train.launch import build_policy, check_tracker, make_accelerator, make_sampler
 from klamp.train.learner import Learner, Outcome
-from klamp.train.metrics import Clock
+from klamp.train.metrics import Clock, Display, opening
 from klamp.train.preflight import preflight
 from klamp.train.rewards import RewardFunction, Scorer
 from klamp.train.run_folder import Changes, RunFolder
@@ -66,7 +65,7 @@ class Trainer:
         self.scorer.check_columns(self.prompts.columns)
         self.accelerator = make_accelerator(config)
         _check_processes(config, self.accelerator.num_processes)
-        checkpoint.seed_everything(config.seed, self.accelerator.process_index)
+        data.seed_everything(config.seed, self.accelerator.process_index)
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
         self.tokenizer = models.load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)

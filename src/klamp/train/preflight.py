@@ -22,6 +22,7 @@ from klamp.train.algorithms import needs_look, prepare
 from klamp.train.data import mix
 from klamp.train.learner import Learner
 from klamp.train.rewards import Scored
+from klamp.train.update import loss_of
 
 ROWS = 8
 """Sequences looked at."""
@@ -45,7 +46,7 @@ def preflight(learner: Learner, rollout: Rollout, *, sampled: bool = False) -> d
     rollout = _few(rollout).to(learner.device)
     _no_dropout(learner)
     with torch.no_grad():
-        look = learner._look(rollout, learner._anchors(rollout))
+        look = learner.look(rollout, learner.reference_states(rollout))
     kl = _start_kl(learner, rollout, look.kl)
     padding = _padding_gap(learner, rollout, look.logp)
     sampler = _sampler_gap(learner, rollout, look.logp) if sampled else math.nan
@@ -87,7 +88,7 @@ def _padding_gap(learner: Learner, rollout: Rollout, logp: Tensor) -> float:
     far, seen = torch.zeros_like(logp), torch.zeros_like(rollout.mask)
     for row in (int(prompts.argmin()), int(lengths.argmax())):  # the most padding, the most tokens
         piece = part(rollout, torch.tensor([row], device=learner.device))
-        with learner._autocast():
+        with learner.autocast():
             alone = learner.policy.stats(piece, learner.module(piece).hidden, None).logp
         piece.put(far, torch.where(piece.mask, (alone - piece.of(logp)).abs(), torch.zeros_like(alone)))
         piece.put(seen, piece.mask)
@@ -153,8 +154,8 @@ def _pull(learner: Learner, rollout: Rollout) -> float:
             for p in (p for p in model.parameters() if p.requires_grad):
                 noise = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
                 p.add_(share(noise, p), alpha=0.02)
-        anchors = learner._anchors(rollout)
-        look = learner._look(rollout, anchors)
+        anchors = learner.reference_states(rollout)
+        look = learner.look(rollout, anchors)
         _apart(learner, look.kl, rollout.mask)
         nothing = Scored(torch.zeros(len(rollout)), torch.ones(len(rollout), dtype=torch.bool), {})
         prepared = prepare(
@@ -162,7 +163,7 @@ def _pull(learner: Learner, rollout: Rollout) -> float:
         )
         prepared = replace(prepared, returns=None)
         rows = torch.arange(len(rollout), device=learner.device)
-        loss = learner.loss_of(rollout, rows, prepared, anchors, beta=1.0)
+        loss = loss_of(learner, rollout, rows, prepared, anchors, beta=1.0)
         return math.sqrt(sum(float(whole(g.float().square().sum())) for g in _gradients(learner, loss)))
     finally:
         learner.settle()

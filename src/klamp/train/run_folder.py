@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -18,10 +19,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from klamp import jsonl
+from klamp.config_io import from_yaml, to_dict, to_yaml
 from klamp.errors import ConfigError, shown, writing
 from klamp.references import CheckpointStep, parse
 from klamp.train.config import TrainConfig
-from klamp.train.config_io import from_yaml, to_dict, to_yaml
 
 HOW = ("run", "resume", "skip_damaged")
 """Fields that say how a command goes about a run and nothing about the run itself."""
@@ -252,6 +253,47 @@ def atomic_text(path: Path, text: str) -> None:
                 aside.unlink()
             raise
         sync_folder(path.parent)
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, by its manifest; None when it is whole."""
+    manifest = folder / "manifest.json"
+    if not manifest.is_file():
+        return "manifest.json is missing"
+    try:
+        hashes: dict[str, str] = dict(json.loads(manifest.read_text(encoding="utf-8"))["sha256"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return "manifest.json cannot be read"
+    if "trainer.json" not in hashes:
+        return "manifest.json does not name trainer.json"
+    for name, expected in hashes.items():
+        file = folder / name
+        if not file.resolve().is_relative_to(folder.resolve()):
+            return f"{name} leads out of it"
+        if not file.is_file():
+            return f"{name} is missing"
+        if _hash(file) != expected:
+            return f"{name} does not match its hash"
+    return None
+
+
+def seal(folder: Path) -> None:
+    """Hash every file into the manifest and sync all of them."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    hashes = {str(p.relative_to(folder)): _hash(p) for p in files}
+    (folder / "manifest.json").write_text(json.dumps({"sha256": hashes}, indent=1), encoding="utf-8")
+    for file in [*files, folder / "manifest.json"]:
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+    sync_folder(folder)
+
+
+def _hash(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as handle:
+        while block := handle.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def sync_folder(folder: Path) -> None:
