@@ -1,12 +1,14 @@
 """Configuration to and from YAML: safe loading, unknown keys refused with the nearest name, values checked by type.
 
-Defaults can be told from values that were set, even where they are equal.
+Functions are named ``module:function``. Defaults can be told from values that were set, even where they are equal.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -207,3 +209,30 @@ def convert(name: str, value: Any, kind: Any, where: str = "config") -> Any:
 def _mismatch(name: str, value: Any, kind: Any, where: str) -> ConfigError:
     wanted = str(kind).replace("typing.", "").replace("<class '", "").replace("'>", "")
     return ConfigError(f"{where}: {name} must be {wanted}, got {shown(value)} ({type(value).__name__}).")
+
+
+def imported(what: str, path: str) -> Any:
+    """The function named ``path``, ``module:function``; modules of the working folder are found too.
+
+    A ConfigError names ``what`` it was to be, the path and what is wrong with it.
+    """
+    module_name, _, function_name = path.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{what} {path!r}: no module {error.name!r} here or installed. Run klamp in the folder that holds it."
+        ) from None
+    except Exception as error:  # whatever a stranger's module may raise when it is imported
+        first = (str(error).splitlines() or [""])[0]
+        raise ConfigError(
+            f"{what} {path!r}: importing {module_name} raised {type(error).__name__}: {first}. Make it import first."
+        ) from error
+    found = getattr(module, function_name, None)
+    if not callable(found):
+        known = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
+        raise ConfigError(f"{what} {path!r}: {module_name} has no function {function_name!r}. It has: {shown(known)}.")
+    return found

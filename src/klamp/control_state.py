@@ -11,8 +11,8 @@ from klamp.clamp import Clamped
 from klamp.controllers.base import State
 from klamp.errors import ConfigError, require_number, shown
 from klamp.gauge import GaugeState
-from klamp.json_state import from_plain
 from klamp.monitor import MonitorState
+from klamp.strict_json import from_plain
 
 DAMAGED = "The checkpoint is damaged; start from an earlier one."
 

@@ -18,14 +18,16 @@ ROOT = Path(klamp.__file__).parent
 LAYERS = [
     # the library: torch alone
     {"errors", "numerics", "distributed"},
-    {"masked", "gauge", "chat", "jsonl", "json_state", "user_functions"},
+    {"masked", "gauge", "chat", "strict_json"},
     {"estimators", "controllers", "clamp", "objectives"},
     {"placements", "trust", "kernels", "monitor"},
     {"control_state"},
     {"control"},
     # what is built on it
-    {"compat", "audit", "sampling"},
-    {"models", "config_io"},
+    {"compat"},
+    {"config_io"},
+    {"audit", "sampling"},
+    {"models"},
     {"references"},
     {"train"},
     {"serve", "results"},

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from klamp import jsonl
+from klamp import strict_json
 from klamp.cli.measure import _completions
 from klamp.config_io import LARGEST, from_yaml
 from klamp.errors import ConfigError
@@ -145,9 +145,9 @@ def test_a_line_without_end_is_refused_in_bounded_memory(tmp_path: Path, name: s
         handle.seek(200_000_000)  # a hole: 200 MB of NUL bytes that take no disk
         handle.write(b"x")
     tracemalloc.start()
-    with pytest.raises(ConfigError, match=f"line 2: longer than {jsonl.LONGEST} bytes"):
+    with pytest.raises(ConfigError, match=f"line 2: longer than {strict_json.LONGEST} bytes"):
         data.load(str(file), "tiny")
-    assert tracemalloc.get_traced_memory()[1] < 4 * jsonl.LONGEST
+    assert tracemalloc.get_traced_memory()[1] < 4 * strict_json.LONGEST
     with file.open("rb+") as handle:
         handle.write(b'{"step":       1}\n')
     file.rename(tmp_path / "metrics.jsonl")
@@ -155,7 +155,7 @@ def test_a_line_without_end_is_refused_in_bounded_memory(tmp_path: Path, name: s
         records.read(tmp_path)
     with pytest.raises(ConfigError, match="ends in a line of more than"):
         records.last_step(tmp_path)
-    assert tracemalloc.get_traced_memory()[1] < 4 * jsonl.LONGEST
+    assert tracemalloc.get_traced_memory()[1] < 4 * strict_json.LONGEST
     tracemalloc.stop()
 
 

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from klamp import State, jsonl, references
+from klamp import State, references, strict_json
 from klamp.clamp import Clamped
 from klamp.cli import main
 from klamp.config_io import fields_of, from_dict, from_yaml, to_dict, to_yaml
@@ -28,8 +28,8 @@ from klamp.controllers import Hold
 from klamp.errors import ConfigError, KlampError
 from klamp.experiments import compare, sweep_grammar
 from klamp.gauge import GaugeState
-from klamp.json_state import from_plain
 from klamp.monitor import Monitor
+from klamp.strict_json import from_plain
 from klamp.train import data, rewards
 from klamp.train.config import TrainConfig
 
@@ -153,9 +153,9 @@ def test_a_file_reads_the_same_from_both_ends(tmp_path: Path, raw: bytes) -> Non
     file = tmp_path / "lines"
     file.write_bytes(raw)
     forwards = raw.split(b"\n")[:-1]
-    assert [line for _, line in jsonl.backwards(file)][::-1] == [line + b"\n" for line in forwards]
+    assert [line for _, line in strict_json.backwards(file)][::-1] == [line + b"\n" for line in forwards]
     with contextlib.suppress(KlampError):
-        list(jsonl.whole(file))
+        list(strict_json.whole(file))
 
 
 @FUZZ

@@ -11,9 +11,8 @@ from torch import Tensor
 
 import klamp
 from klamp.audit import Finding, audit_function, audit_matrix, examine, load_function, verdict
-from klamp.audit.core import truth
+from klamp.audit.enumeration import TREE, make, truth
 from klamp.audit.matrix import ROWS, VARIANTS, title
-from klamp.audit.world import TREE, make
 from klamp.errors import ConfigError
 from klamp.placements import PLACEMENTS, TABLE
 

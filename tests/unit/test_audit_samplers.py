@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from klamp.audit import samplers as s
-from klamp.audit.world import TREE, make
+from klamp.audit.enumeration import TREE, make
 from klamp.cli import main
 
 

@@ -12,7 +12,7 @@ import pytest
 import klamp
 from klamp import errors
 from klamp.cli import main
-from klamp.cli.parsing import flag
+from klamp.cli.main import flag
 from klamp.errors import ConfigError, KlampError, Setting, require_number, unknown
 from klamp.references import parse
 from klamp.train.config import KLConfig

@@ -112,10 +112,10 @@ def test_resuming_reads_the_end_alone(long_run: Path, tmp_path: Path, monkeypatc
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 50001, "kl/st')  # torn
     parsed: list[str] = []
-    from klamp import jsonl
+    from klamp import strict_json
 
-    real = jsonl.parse
-    monkeypatch.setattr(jsonl, "parse", lambda text, where, **k: parsed.append(text) or real(text, where, **k))
+    real = strict_json.parse
+    monkeypatch.setattr(strict_json, "parse", lambda text, where, **k: parsed.append(text) or real(text, where, **k))
     tracemalloc.start()
     assert folder.last_step() == STEPS
     folder.rewind(STEPS - 10)

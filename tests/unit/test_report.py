@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from klamp.errors import ConfigError
 from klamp.report import page as page_module
 from klamp.report import write_runs
-from klamp.report.page import render
-from klamp.report.text import embed, escape, visible
+from klamp.report.page import embed, escape, render, visible
 from klamp.report.view import LOOKS, View, curve, make_arm
 from klamp.results.figures import figures
 from klamp.results.records import Record, Series

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from klamp.errors import ConfigError
 from klamp.measure.pair import Pair, load_pair
-from klamp.measure.score import both_ways
+from klamp.measure.records import both_ways
 from klamp.sampling.batch import collate, part
 from klamp.sampling.sampler import Sampler
 from klamp.train.config import AlgorithmConfig, KLConfig, OptimConfig, RolloutConfig

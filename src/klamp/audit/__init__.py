@@ -1,8 +1,7 @@
 """``klamp audit``: enumerate a small policy and say what a KL term descends, how biased and how noisy it is."""
 
-from klamp.audit.core import DRIFTS, Finding, examine, read
-from klamp.audit.run import audit_function, audit_matrix, load_function, render
-from klamp.audit.verdicts import Verdict, verdict
+from klamp.audit.enumeration import DRIFTS, Finding, examine, read
+from klamp.audit.matrix import Verdict, audit_function, audit_matrix, load_function, render, verdict
 
 __all__ = [
     "DRIFTS",

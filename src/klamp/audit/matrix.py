@@ -1,15 +1,41 @@
-"""The terms that klamp and its peers use, each as one function of a :class:`~klamp.audit.core.Batch`."""
+"""The terms that klamp and its peers use, each a function of a :class:`~klamp.audit.enumeration.Batch`, and verdicts.
+
+A term of the user's own is examined in the same way. A verdict says whether a term is right, right token by token, in
+the wrong direction, without pull or no KL, and what to use instead.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from klamp import estimators as e
-from klamp.audit.core import Batch, Term
-from klamp.placements import TABLE, Pair, in_advantage, in_loss, in_reward, sequence_exact
+from klamp.audit.enumeration import DRIFTS, FORWARD, NOTHING, OTHER, Batch, Finding, Term, examine
+from klamp.config_io import imported
+from klamp.errors import ConfigError
+from klamp.placements import (
+    BEST,
+    IN_LOSS,
+    LOCAL,
+    REFUSED_IN_LOSS,
+    SEQUENCE,
+    TABLE,
+    UNKNOWN_IN_LOSS,
+    Pair,
+    in_advantage,
+    in_loss,
+    in_reward,
+    refusal,
+    sequence_exact,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
 
 Values = Callable[[Batch], Tensor]
 
@@ -102,3 +128,129 @@ VARIANTS: dict[str, tuple[bool, Term]] = {
 
 ROWS: dict[str, tuple[bool, Term]] = {title(pair): (pair.accepted, term_of(pair)) for pair in TABLE} | VARIANTS
 """Every pair of :data:`klamp.placements.TABLE`, and the variants: whether klamp accepts it, and the term."""
+
+
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def audit_matrix(seeds: Iterable[int] = range(20), *, watch: Callable[[str], None] | None = None) -> list[Finding]:
+    """What every known pair of estimator and placement descends: the rows of ``klamp audit``.
+
+    Args:
+        seeds: one random model per seed; a finding is the median over them.
+        watch: called with the name of each row as it starts.
+
+    Returns:
+        One finding per row.
+    """
+    worlds = list(seeds)
+    findings = []
+    for name, (accepted, term) in ROWS.items():
+        if watch:
+            watch(name)
+        findings.append(examine(name, term, accepted=accepted, seeds=worlds))
+    return findings
+
+
+def audit_function(loss: Loss, *, name: str | None = None, seeds: Iterable[int] = range(20)) -> Finding:
+    """What ``loss(logp, ref_logp, old_logp, mask)`` descends, up to a constant factor: sums and means are both fine.
+
+    Args:
+        loss: called with [N, T] float64 tensors that hold every sequence of a small model once; returns one number.
+            Only ``logp`` carries a gradient. On-policy, ``old_logp`` equals it.
+        name: its name in the finding. None: the function's own.
+        seeds: one random model per seed; the finding is the median over them.
+
+    Returns:
+        The finding.
+    """
+
+    def term(batch: Batch) -> Tensor:
+        try:
+            return loss(batch.logp, batch.ref_logp, batch.old_logp, batch.mask)
+        except Exception as error:  # whatever a stranger's function may raise
+            first = (str(error).splitlines() or [""])[0]
+            raise ConfigError(
+                f"{label} raised {type(error).__name__}: {first}. It is called as f(logp, ref_logp, old_logp, mask) "
+                "with [N, T] tensors and returns one number."
+            ) from error
+
+    label = name or str(getattr(loss, "__name__", "function"))
+    finding = examine(label, term, seeds=list(seeds), rescale=True)
+    return replace(finding, accepted=finding.descends_on in (SEQUENCE, LOCAL))
+
+
+def load_function(path: str) -> Loss:
+    """The function named ``module:function``; modules of the working folder are found too."""
+    module_name, _, function_name = path.partition(":")
+    if not module_name or not function_name:
+        raise ConfigError(f"function {path!r} must be written module:function, as in my_losses:kl_term.")
+    found: Loss = imported("function", path)
+    return found
+
+
+def render(findings: Iterable[Finding], title: str | None = None) -> Table:
+    """The findings as a table; accepted rows first."""
+    from rich.table import Table
+
+    low, high = DRIFTS
+    table = Table(title=title, title_justify="left", header_style="bold", show_edge=False, pad_edge=False)
+    table.add_column("term", no_wrap=True)
+    table.add_column("descends, on-policy")
+    for column in (f"bias at {low:g}", f"bias at {high:g}", "cos", "stale: bias", "cos", "std"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for f in sorted(findings, key=lambda f: not f.accepted):
+        figures = (f.bias_on[0], f.bias_on[-1], f.cosine_on[-1], f.bias_off[-1], f.cosine_off[-1], f.std_on[-1])
+        mark = "" if f.accepted else "✗ "
+        table.add_row(mark + f.name, f.descends_on, *(_figure(x) for x in figures), style=None if f.accepted else "dim")
+    return table
+
+
+def _figure(x: float) -> str:
+    return "0" if abs(x) < 5e-7 else f"{x:.2f}"
+
+
+LEGEND = (
+    "bias: distance of the expected gradient from that of the sequence's KL, relative. cos: of the angle between the "
+    "two. std: of one sequence's gradient, relative to the true one. stale: on samples of an older policy μ, 0.02 nats "
+    "away. cos, stale and std are taken at the larger drift. Token by token: what a token does to the KL still to come "
+    "is left out."
+)
+REFUSED = "Rows marked ✗ are refused by klamp.check and the trainer."
+
+
+class Verdict(NamedTuple):
+    """What a term is, in a word or two, and why, in the words of the trainer's refusal."""
+
+    word: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.word}: {self.reason}"
+
+
+def verdict(finding: Finding) -> Verdict:
+    """Judged by what it descends on samples of the policy itself."""
+    name, on = finding.name, finding.descends_on
+    if on == SEQUENCE:
+        return Verdict("right", f"{name} descends {SEQUENCE}.")
+    if on == LOCAL:
+        missing = f"{BEST} also counts what a token does to the KL still to come"
+        return Verdict("right token by token", f"{name} descends {LOCAL}; {missing}.")
+    if on == FORWARD:
+        what, _, instead = REFUSED_IN_LOSS["k3"]
+        return Verdict("wrong direction", f"{refusal(name, what, instead)}.")
+    if on == NOTHING:
+        what, _, instead = REFUSED_IN_LOSS["k1"]
+        return Verdict("no pull", f"{refusal(name, what, instead)}.")
+    if on == OTHER and max(finding.cosine_on) < 0:
+        away = "away from the reference: its gradient points against that of KL(π‖ref). Check its sign"
+        return Verdict("wrong direction", f"{refusal(name, away, IN_LOSS)}.")
+    return Verdict("no KL", f"{refusal(name, UNKNOWN_IN_LOSS, IN_LOSS)}.")
+
+
+def stale(finding: Finding) -> str:
+    """What becomes of the term on samples of an older policy."""
+    off = finding.descends_off
+    what = f"none of the KLs known here (bias {finding.bias_off[-1]:.2f})" if off == OTHER else off
+    return f"On samples of an older policy μ it descends {what}."

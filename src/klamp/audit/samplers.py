@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from klamp import trust
-from klamp.audit.world import TREE, World, make
+from klamp.audit.enumeration import TREE, World, make
 from klamp.estimators import k1
 from klamp.objectives import to_go
 from klamp.placements import sequence_exact

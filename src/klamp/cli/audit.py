@@ -77,7 +77,7 @@ def _show(findings: list[Finding], *, whole: bool) -> None:
     from rich.text import Text
 
     from klamp.audit import render, verdict
-    from klamp.audit.verdicts import LEGEND, REFUSED, stale
+    from klamp.audit.matrix import LEGEND, REFUSED, stale
 
     piped = not sys.stdout.isatty()
     console = Console(width=140 if piped else None, highlight=False)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from klamp.cli.parsing import need_report
+from klamp.cli.main import need_report
 from klamp.errors import ConfigError
 from klamp.experiments.compare import CompareConfig
 
@@ -28,15 +28,15 @@ def compare(
     """
     from klamp.experiments import compare as comparing
     from klamp.report import write_comparison
-    from klamp.results import tables, verdict
+    from klamp.results import verdict
 
     need_report()
     found = comparing.run(config, out, at_once=jobs)
     said = verdict.judge(found)
     page = write_comparison(found, said)
-    console = tables.console()
-    console.print(tables.comparison(said))
-    console.print(tables.checks(said))
+    console = verdict.console()
+    console.print(verdict.arms_table(said))
+    console.print(verdict.checks_table(said))
     console.print()
     console.print(said.sentence)
     console.print(f"report: {page}")
@@ -74,7 +74,7 @@ def sweep(
     """
     from klamp.experiments import sweep as sweeping
     from klamp.report import write_sweep
-    from klamp.results import tables
+    from klamp.results import verdict
 
     plan = sweeping.SweepConfig(
         over=over or sweeping.USUAL_SWEEP,
@@ -88,7 +88,7 @@ def sweep(
     need_report()
     found = sweeping.run(plan, out, engine=engine, at_once=jobs)
     page = write_sweep(found)
-    console = tables.console()
+    console = verdict.console()
     console.print(sweeping.table(found))
     console.print(sweeping.sentence(found))
     console.print(f"report: {page}")
@@ -102,9 +102,9 @@ def report(runs: tuple[Path, ...], /, *, out: Path | None = None) -> None:
         out: Where to write; report.html in the folder given, or here if there are several.
     """
     from klamp.report import write_runs
-    from klamp.results import tables
+    from klamp.results import verdict
 
-    tables.console().print(f"report: {write_runs(runs, out)}")
+    verdict.console().print(f"report: {write_runs(runs, out)}")
 
 
 def refuse_fields(args: list[str]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from klamp.cli.parsing import flags_named, need_report, parsed, value_of, without
+from klamp.cli.main import flags_named, need_report, parsed, value_of, without
 from klamp.errors import ConfigError
 
 if TYPE_CHECKING:

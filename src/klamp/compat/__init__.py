@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from klamp.compat.fronts import UNSTATED, FixedKLController, ZieglerFront
 from klamp.compat.tutorial import AdaptiveKLController as ExponentialKLController
 from klamp.controllers import Stateful, Ziegler
+from klamp.controllers.stateful import UNSTATED, FixedKLController, ZieglerFront
 from klamp.errors import ConfigError
 
 __all__ = [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from klamp.compat.fronts import UNSTATED, SteeringFront
 from klamp.controllers import Exponential
 from klamp.controllers.base import nats
+from klamp.controllers.stateful import UNSTATED, SteeringFront
 
 __all__ = ["AdaptiveKLController"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from klamp.compat.fronts import UNSTATED, FixedKLController, ZieglerFront
 from klamp.controllers import Ziegler
+from klamp.controllers.stateful import UNSTATED, FixedKLController, ZieglerFront
 from klamp.errors import ConfigError
 
 __all__ = ["AdaptiveKLController", "FixedKLController", "get_kl_controller"]

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from klamp.errors import ConfigError, require_number, shown
-from klamp.json_state import from_plain
 from klamp.masked import Unit, check_unit
+from klamp.strict_json import from_plain
 
 Bounds = tuple[float, float]
 SMALLEST, LARGEST = 1e-300, 1e300

@@ -11,14 +11,14 @@ from typing import Any, Literal
 from klamp import models
 from klamp.config_io import from_yaml
 from klamp.errors import ConfigError, require_number
-from klamp.experiments import ray_runner, runner, sweep_grammar, worker
+from klamp.experiments import runner, sweep_grammar, worker
 from klamp.experiments.folder import Folder
 from klamp.experiments.progress import Progress
-from klamp.experiments.unused_fields import unused
+from klamp.experiments.sweep_grammar import unused
 from klamp.experiments.worker import Job
 from klamp.results import records
 from klamp.results.figures import Figures, figures
-from klamp.results.tables import number
+from klamp.results.verdict import number
 from klamp.train import data
 from klamp.train.config import KLConfig, TrainConfig
 
@@ -124,7 +124,7 @@ def run(config: SweepConfig, out: str | Path, *, engine: Engine = "local", at_on
     settings = asdict(config)
     folder.check("sweep", settings, may_grow=("seeds",))
     if engine == "ray":
-        ray_runner.need_ray()
+        runner.need_ray()
     models.resolve(model)
     with folder.claimed("sweep", settings, may_grow=("seeds",)):
         todo = [_job(config, folder, label, made) for label, _, made in planned if not _finished(made)]
@@ -136,7 +136,7 @@ def run(config: SweepConfig, out: str | Path, *, engine: Engine = "local", at_on
         already = sum(records.last_step(Path(job.config["run"])) for job in todo)
         with progress.live("sweep", sum(job.steps for job in todo), already):
             if engine == "ray":
-                ray_runner.run_ray(todo, at_once=at_once, progress=progress)
+                runner.run_ray(todo, at_once=at_once, progress=progress)
             else:
                 at_once = runner.processes(at_once, len(todo))
                 runner.run_local(todo, at_once=at_once, logs=folder.logs, progress=progress)

@@ -23,10 +23,8 @@ from klamp import models
 from klamp.chat import Prompt, problem
 from klamp.errors import ConfigError, require_number, writing
 from klamp.measure.figures import Estimate, Figures, total
-from klamp.measure.pair import Pair, load_pair
-from klamp.measure.score import given, records, token_map
-from klamp.measure.sides import sides
-from klamp.measure.store import GO_ON, Settings, Store
+from klamp.measure.pair import Pair, load_pair, sides
+from klamp.measure.records import GO_ON, Settings, Store, given, records, token_map
 from klamp.sampling.batch import Rollout
 from klamp.sampling.sampler import Sampler, context_of, end_ids
 from klamp.sampling.server_sampler import ServedSampler

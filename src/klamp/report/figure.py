@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from klamp.report.text import visible
+from klamp.report.page import visible
 from klamp.report.view import FAR, Arm, View, chart_data
 from klamp.results.figures import BAND
 

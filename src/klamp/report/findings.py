@@ -10,7 +10,7 @@ from typing import Any
 from klamp.report.view import SMOOTH, Arm
 from klamp.results.figures import BAND, Figures
 from klamp.results.records import Record
-from klamp.results.tables import percent
+from klamp.results.verdict import percent
 
 FEW = 4
 """Steps below which there is no telling where KL goes."""

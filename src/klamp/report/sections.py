@@ -12,7 +12,7 @@ from klamp import __version__
 from klamp.report.view import Arm, View
 from klamp.results.figures import BAND
 from klamp.results.records import MOST_ALARMS, Record
-from klamp.results.tables import NOTHING, cells
+from klamp.results.verdict import NOTHING, cells
 
 HEAVY = 2.0
 """Nats at which a token has its darkest shade."""

@@ -15,7 +15,7 @@ from klamp.experiments.folder import SETTINGS, Folder, read_settings
 from klamp.report import figure, findings
 from klamp.report.page import render
 from klamp.report.view import View, make_arm
-from klamp.results import records, tables, verdict
+from klamp.results import records, verdict
 from klamp.results.figures import ORACLE, Comparison
 from klamp.results.records import Record
 from klamp.train.run_folder import atomic_text
@@ -62,7 +62,7 @@ def write_comparison(found: Comparison, said: verdict.Verdict, out: Path | None 
         "checks": [{"what": c.what, "found": c.found, "holds": c.holds} for c in said.checks],
     }
     atomic_text(found.folder / "results.json", json.dumps(results, indent=1) + "\n")
-    atomic_text(found.folder / "results.md", tables.markdown(said))
+    atomic_text(found.folder / "results.md", verdict.markdown(said))
     return _write(view, out or found.folder / "report.html")
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from klamp import jsonl
+from klamp import strict_json
 from klamp.config_io import load_yaml
 from klamp.errors import ConfigError
 from klamp.train.run_folder import RunFolder
@@ -130,14 +130,14 @@ def read(path: Path) -> Record:
     if not file.is_file():
         raise ConfigError(f"{str(path)!r} holds no metrics.jsonl. Give the folder of a run, a compare or a sweep.")
     record = Record(path, config=_config(path / "config.yaml"), series=_series(file))
-    for n, (_, row) in enumerate(jsonl.whole(path / "alarms.jsonl")):
+    for n, (_, row) in enumerate(strict_json.whole(path / "alarms.jsonl")):
         record.alarms_in_all = n + 1
         if n < MOST_ALARMS:
             record.alarms.append(row)
-    record.probes = _latest(row for _, row in jsonl.whole(path / "probes.jsonl"))
+    record.probes = _latest(row for _, row in strict_json.whole(path / "probes.jsonl"))
     if not record.probes:
         record.samples = _samples(path / "samples.jsonl")
-    record.events = [row for _, row in jsonl.whole(path / "events.jsonl") if isinstance(row.get("step"), int)]
+    record.events = [row for _, row in strict_json.whole(path / "events.jsonl") if isinstance(row.get("step"), int)]
     return record
 
 
@@ -145,7 +145,7 @@ def _series(file: Path) -> dict[str, Series]:
     """Every metric of ``KEYS`` that was ever written, all on one array of steps: NaN where a step has none."""
     steps: array[float] = array("d")
     found: dict[str, array[float]] = {}
-    for number, row in jsonl.whole(file):
+    for number, row in strict_json.whole(file):
         step = _number(file, number, "step", row.get("step"))
         if not math.isfinite(step) or (steps and step < steps[-1]):
             raise ConfigError(f"{str(file)!r}, line {number}: step {row.get('step')!r:.40} comes after a larger one.")
@@ -200,10 +200,12 @@ def _latest(found: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _samples(file: Path) -> list[dict[str, Any]]:
     """Completions from training, by step and prompt; of a file too large to read, those of its first and last step."""
-    rows = (row for _, row in jsonl.whole(file))
+    rows = (row for _, row in strict_json.whole(file))
     if not file.is_file() or file.stat().st_size <= SAMPLES_READ:
         return _latest(rows)
-    from_the_end = (jsonl.parse(line.decode("utf-8", "replace"), repr(str(file))) for _, line in jsonl.backwards(file))
+    from_the_end = (
+        strict_json.parse(line.decode("utf-8", "replace"), repr(str(file))) for _, line in strict_json.backwards(file)
+    )
     return _latest(iter([*_of_one_step(rows), *reversed(_of_one_step(from_the_end))]))
 
 

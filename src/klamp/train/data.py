@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import torch
 
-from klamp import jsonl
+from klamp import strict_json
 from klamp.chat import Prompt, as_text, keys, problem
 from klamp.errors import ConfigError
 
@@ -105,7 +105,7 @@ def load(path: str | None, model: str) -> Prompts:
 def read_lines(file: Path) -> list[dict[str, Any]]:
     """One prompt a line; empty lines are passed over."""
     found = []
-    for number, line, _ in jsonl.lines(file):
+    for number, line, _ in strict_json.lines(file):
         if "\0" in line:
             raise ConfigError(f"{str(file)!r}, line {number}: holds a NUL byte. Save the file as UTF-8 text.")
         if line.strip():
@@ -116,7 +116,7 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 def read_jsonl(file: Path, field: str = "prompt") -> list[dict[str, Any]]:
     """One JSON object a line, each with a ``field`` of text (a prompt: or messages); errors name the line."""
     found = []
-    for number, row in jsonl.rows(file, strict=True):
+    for number, row in strict_json.rows(file, strict=True):
         where = f"{field}s {str(file)!r}, line {number}"
         if field not in row:
             raise ConfigError(f'{where}: there is no "{field}". The keys are {keys(row)}; rename the one you mean.')

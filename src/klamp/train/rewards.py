@@ -22,9 +22,9 @@ from torch import Tensor
 
 from klamp import models
 from klamp.chat import Prompt, as_text
+from klamp.config_io import imported
 from klamp.errors import ConfigError, RewardError, require_number, shown, unknown
 from klamp.train.config import RewardConfig
-from klamp.user_functions import imported
 
 RewardFunction = Callable[..., Sequence[float]]
 

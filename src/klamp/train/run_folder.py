@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from klamp import jsonl
+from klamp import strict_json
 from klamp.config_io import from_yaml, to_dict, to_yaml
 from klamp.errors import ConfigError, shown, writing
 from klamp.references import CheckpointStep, parse
@@ -195,21 +195,21 @@ def _half_begun(path: Path) -> bool:
 
 def read_jsonl(file: Path) -> Iterator[dict[str, Any]]:
     """Whole lines of a JSONL file; a torn last one is passed over."""
-    return (row for _, row in jsonl.whole(file))
+    return (row for _, row in strict_json.whole(file))
 
 
 def _from_the_end(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(where its line ends, row) from the last whole line on: a million steps are not read to find the last few."""
     if not file.is_file():
         return
-    for end, raw in jsonl.backwards(file):
+    for end, raw in strict_json.backwards(file):
         try:
             text = raw.decode("utf-8-sig").strip()
         except UnicodeDecodeError as error:
             raise ConfigError(f"{str(file)!r}, line {_number(file, end)}: not UTF-8 ({error.reason}).") from None
         if text:
             try:
-                yield end, jsonl.parse(text, "")
+                yield end, strict_json.parse(text, "")
             except ConfigError as error:
                 raise ConfigError(f"{str(file)!r}, line {_number(file, end)}{error}") from None
 
