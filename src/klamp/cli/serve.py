@@ -70,6 +70,4 @@ def serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
     stopped.wait()
-    server.close()
-    if door is not None:
-        door.close()
+    server.close(door.close if door is not None else lambda: None)

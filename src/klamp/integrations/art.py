@@ -18,9 +18,10 @@ weights, CISPO, LoRA rank 8 and a gradient clipped at 0.1.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import warnings
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,8 @@ from typing import Any
 from klamp.chat import is_choice
 from klamp.controllers import Controller
 from klamp.errors import ConfigError, needing
-from klamp.local_backend import LocalBackend, TrainableModel
+from klamp.local_backend import Choice, LocalBackend, Message, TrainableModel
+from klamp.serve.engine import split_step
 
 with needing("klamp.integrations.art", "serve"):
     import fastapi  # noqa: F401  # the endpoint is what ART's client talks to
@@ -114,12 +116,13 @@ class KlampBackend:
             settings["controller"] = self.controller
         elif not priced:
             settings["kl_penalty_coef"] = 0.0
-        groups = [_group(group) for group in trajectory_groups]
-        result = await self.local.train(_own(model), groups, **settings)
+        own = _own(model)
+        groups = [_group(group, own.name) for group in trajectory_groups]
+        result = await self.local.train(own, groups, **settings)
         named = {theirs: result.metrics[ours] for theirs, ours in NAMES.items() if ours in result.metrics}
         # The trajectories' own metrics are logged by ART, from the trajectories.
-        own = {name: value for name, value in result.metrics.items() if not name.startswith("trajectory/")}
-        return LocalTrainResult(step=result.step, metrics={**own, **named}, checkpoint_path=result.checkpoint_path)
+        step = {name: value for name, value in result.metrics.items() if not name.startswith("trajectory/")}
+        return LocalTrainResult(step=result.step, metrics={**step, **named}, checkpoint_path=result.checkpoint_path)
 
     @contextlib.asynccontextmanager
     async def exact_adapter_lease(self, model: Any, step: int) -> AsyncIterator[None]:
@@ -187,21 +190,51 @@ def _template(model: Any) -> str | None:
     return internal.get("chat_template")
 
 
-def _group(group: Any) -> Any:
-    """A group whose trajectories have their captured exchanges as choices, where that is all they have."""
-    return SimpleNamespace(
-        trajectories=[_trajectory(t) for t in group.trajectories], exceptions=list(getattr(group, "exceptions", ()))
-    )
+def _group(group: Any, name: str) -> Any:
+    """A group whose trajectories have their captured exchanges with the model ``name`` as choices."""
+    trajectories = [_trajectory(t, name) for t in group.trajectories]
+    return SimpleNamespace(trajectories=trajectories, exceptions=list(getattr(group, "exceptions", ())))
 
 
-def _trajectory(trajectory: Any) -> Any:
-    captured = getattr(getattr(trajectory, "exchanges", None), "chat_completions", None) or ()
-    if not captured or any(is_choice(item) for item in trajectory.messages_and_choices):
+def _trajectory(trajectory: Any, name: str) -> Any:
+    """ART 0.5.23 captures what a rollout's clients say and hear; such a trajectory has nothing else."""
+    captured = getattr(trajectory, "exchanges", None)
+    if not captured:
         return trajectory
-    return SimpleNamespace(
-        messages_and_choices=[choice for exchange in captured for choice in exchange.response.choices[:1]],
-        tools=None,
-        additional_histories=list(getattr(trajectory, "additional_histories", ())),
-        reward=trajectory.reward,
-        metrics=trajectory.metrics,
+    everything = [*captured.chat_completions, *captured.completions, *captured.responses, *captured.messages]
+    # A judge or a helper that was asked on the way is another model, whose words are not trained on.
+    own = [e for e in everything if split_step(str(e.model))[0].rpartition("/")[2] == name]
+    if not own:
+        asked = ", ".join(sorted({str(e.model) for e in everything}))
+        raise ConfigError(
+            f"a captured trajectory has no exchange with {name!r}, only with {asked}. Ask for "
+            "model.get_inference_name() in the rollout."
+        )
+    said = [
+        _choice(choice, exchange.request)
+        for exchange in sorted(own, key=lambda exchange: exchange.start_time)
+        for choice in exchange.response.choices
+    ]
+    return SimpleNamespace(messages_and_choices=said, reward=trajectory.reward, metrics=trajectory.metrics)
+
+
+def _choice(choice: Any, request: Mapping[str, Any]) -> Choice:
+    """A captured choice, of a chat or of a text, whole or put together from a stream."""
+    ids, prompt = (getattr(choice, name, None) for name in ("token_ids", "prompt_token_ids"))
+    if ids is None or prompt is None:
+        raise ConfigError(
+            "a captured exchange came without its tokens. Ask the endpoint of model.openai_client(), or another "
+            "server with return_token_ids."
+        )
+    chat = is_choice(choice)
+    entries = getattr(choice.logprobs, "content" if chat else "token_logprobs", None)
+    logp = [math.nan] * len(ids) if entries is None else [e.logprob if chat else e for e in entries]
+    return Choice(
+        message=Message("assistant", choice.message.content if chat else choice.text),
+        finish_reason="length" if choice.finish_reason == "length" else "stop",
+        token_ids=tuple(ids),
+        logp=tuple(logp),
+        prompt_token_ids=tuple(prompt),
+        temperature=getattr(choice, "temperature", None) or request.get("temperature") or 1.0,
+        step=getattr(choice, "step", None),
     )

@@ -111,12 +111,18 @@ class OpenModel:
     def _submit(self, job: Callable[[Worker], T]) -> concurrent.futures.Future[T]:
         with self.lock:
             self.wanted += 1
-        return self.thread.submit(self._run, job)
+        future = self.thread.submit(self._run, job)
+        # Whoever stops waiting before a job has begun takes it out of the queue: nothing waits for the thread then.
+        future.add_done_callback(lambda f: self._no_longer_wanted() if f.cancelled() else None)
+        return future
 
     def _run(self, job: Callable[[Worker], T]) -> T:
+        self._no_longer_wanted()
+        return job(self._opened())
+
+    def _no_longer_wanted(self) -> None:
         with self.lock:
             self.wanted -= 1
-        return job(self._opened())
 
     def _opened(self) -> Worker:
         if self.worker is None:
@@ -149,7 +155,7 @@ class OpenModel:
         return self._opened().completions.sampled_model(split_step(name)[1])
 
     def submit(self, request: engine.Request) -> None:
-        """Begin a request of the endpoint's, or raise Busy."""
+        """Begin a request of the endpoint's, or raise Busy or Closed."""
         self.engine.submit(request)
         self._decode_soon()
 
@@ -158,10 +164,7 @@ class OpenModel:
             if self.decoding or not self.engine.waiting:
                 return
             self.decoding = True
-        try:
-            self.thread.submit(self._decode)
-        except RuntimeError:  # the backend was closed
-            self.engine.fail(KlampError("the backend is closed."))
+        self.thread.submit(self._decode)
 
     def _decode(self) -> None:
         """Decode until nothing is left, or until a job waits: then what runs is finished and the rest waits for it."""

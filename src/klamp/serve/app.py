@@ -18,10 +18,11 @@ from typing import Any, Protocol
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.requests import ClientDisconnect
 
 from klamp.errors import Busy, ConfigError, KlampError
 from klamp.serve import engine
-from klamp.serve.engine import Begun, Limits, Piece
+from klamp.serve.engine import Begun, Closed, Limits, Piece
 from klamp.serve.openai_api import Answer, ApiError, Wish, read_wish, sse
 
 
@@ -43,7 +44,7 @@ class Door(Protocol):
         ...
 
     def submit(self, request: engine.Request) -> None:
-        """Begin a request, or raise Busy."""
+        """Begin a request, or raise Busy or Closed."""
         ...
 
 
@@ -134,9 +135,9 @@ async def _answered(request: Request, wish: Wish, door: Door) -> Response:
     try:
         for one in asked:
             door.submit(one)
-    except Busy as error:
+    except (Busy, Closed) as error:
         _cancel(asked)
-        raise ApiError(str(error), status=429, code="queue_full") from None
+        raise as_api_error(error) from None
     answer = Answer(wish, door.tokenizer, door.end)
     pieces = _pieces(news, wish, answer)
     if not wish.stream:
@@ -219,6 +220,10 @@ def as_api_error(error: Any) -> ApiError:
     """What went wrong in the engine: the asker's fault where klamp says so."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, Busy):
+        return ApiError(str(error), status=429, code="queue_full")
+    if isinstance(error, Closed):
+        return ApiError(str(error), status=503, code="closing")
     if isinstance(error, ConfigError):
         too_long = "do not fit" in str(error)
         return ApiError(str(error), code="context_length_exceeded" if too_long else None)
@@ -232,10 +237,13 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     if told.isdigit() and int(told) > limits.body:
         raise too_large
     body = b""
-    async for piece in request.stream():
-        body += piece
-        if len(body) > limits.body:
-            raise too_large
+    try:
+        async for piece in request.stream():
+            body += piece
+            if len(body) > limits.body:
+                raise too_large
+    except ClientDisconnect:
+        raise ApiError("the client hung up.", status=499) from None
     return body
 
 
@@ -302,6 +310,10 @@ def forward_to(app: FastAPI, url: str, limits: Limits) -> None:
 
 STARTS_WITHIN = 30.0
 """Seconds; it takes a fraction of one."""
+GRACE = 5
+"""Seconds that requests which run have to end by themselves when the endpoint closes."""
+ENDS_WITHIN = 10.0
+"""Seconds from then until the server's thread is no longer waited for; it takes about one."""
 
 
 class Server:
@@ -313,7 +325,9 @@ class Server:
 
         self.socket = _bound(host, port)
         self.host, self.port = self.socket.getsockname()[:2]
-        config = uvicorn.Config(app, log_level=logging.WARNING, lifespan="off", timeout_graceful_shutdown=5)
+        # uvicorn's own log_config would close the handlers of whoever opens an endpoint in a program of their own.
+        quiet: dict[str, Any] = {"log_config": None, "log_level": logging.WARNING, "access_log": False}
+        config = uvicorn.Config(app, lifespan="off", timeout_graceful_shutdown=GRACE + 1, **quiet)
         self.uvicorn = uvicorn.Server(config)
         self.thread = threading.Thread(target=self._serve, name=f"klamp-serve-{self.port}", daemon=True)
         self.thread.start()
@@ -329,13 +343,17 @@ class Server:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}/v1"
 
-    def close(self) -> None:
-        """Stop answering; requests that run have five seconds."""
+    def close(self, end: Callable[[], None] = lambda: None) -> None:
+        """Stop listening. What runs has GRACE seconds; then ``end`` is called, which answers the rest with an error.
+
+        A client that neither reads its answer nor sends all of its request is cut off after one more second.
+        """
         self.uvicorn.should_exit = True
-        self.thread.join(timeout=10)
-        if self.thread.is_alive():  # a connection that does not end: its thread is a daemon and ends with the process
-            self.uvicorn.force_exit = True
-            self.thread.join(timeout=5)
+        self.thread.join(GRACE)
+        end()
+        self.thread.join(ENDS_WITHIN)
+        if self.thread.is_alive():
+            logging.getLogger(__name__).warning("the endpoint at %s has not ended; its thread goes on.", self.url)
         self.socket.close()
 
     def _serve(self) -> None:

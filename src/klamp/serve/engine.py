@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from klamp.chat import Encoder
-from klamp.errors import Busy, ConfigError, shown
+from klamp.errors import Busy, ConfigError, KlampError, shown
 from klamp.serve.batch import Batch
 
 BROKEN = "\ufffd"
@@ -205,27 +205,31 @@ class Sequence:
         return finish is None
 
 
+class Closed(KlampError):
+    """The endpoint is closing: nothing more is decoded."""
+
+
 class Engine:
-    """Requests go in from any thread; one thread decodes them."""
+    """Requests go in from any thread; one thread decodes them. Each is told of its end, whatever happens."""
 
     def __init__(self, models: Models, limits: Limits) -> None:
         self.models, self.limits = models, limits
         self.waiting: deque[Request] = deque()
         self.running: list[Batch] = []
         self.lock = threading.Lock()
+        self.closed = False
 
     @property
     def load(self) -> int:
         """Sequences that wait or run."""
-        return sum(r.ask.n for r in list(self.waiting)) + sum(
-            not row.done  # type: ignore[attr-defined]
-            for b in list(self.running)
-            for row in list(b.rows)
-        )
+        rows: list[Any] = [row for b in list(self.running) for row in list(b.rows)]
+        return sum(r.ask.n for r in list(self.waiting)) + len({id(row) for row in rows if not row.done})
 
     def submit(self, request: Request) -> None:
-        """Put a request into the queue, or raise Busy."""
+        """Put a request into the queue, or raise Busy or Closed."""
         with self.lock:
+            if self.closed:
+                raise _closed()
             if self.load + request.ask.n > self.limits.queue:
                 raise Busy(
                     f"{self.load} completions wait or run, and at most {self.limits.queue} may. Ask again later."
@@ -243,29 +247,32 @@ class Engine:
                     if batch.rows:
                         batch.step()
                 self.running = [b for b in self.running if b.rows]
+                if self.closed:
+                    self.fail(_closed())
         except BaseException as error:  # out of memory, say: whoever waits is told, and the next request starts afresh
             self.fail(error)
             if not isinstance(error, Exception):
                 raise
 
-    def cancel(self) -> None:
-        """Nobody waits any more: what runs ends before the next token."""
+    def close(self) -> None:
+        """Take nothing more. What waits is told now, what runs before its next token, by the thread that decodes."""
         with self.lock:
-            requests = [*self.waiting, *(row.request for b in self.running for row in b.rows)]  # type: ignore[attr-defined]
-        for request in requests:
-            request.cancelled = True
+            self.closed = True
+            waiting = list(self.waiting)
+            self.waiting.clear()
+        for request in waiting:
+            request.tell(_closed())
 
     def _admit(self) -> None:
         """Begin as many waiting requests as the batch has room for; they join the rows of their model."""
         new: dict[int, tuple[Any, list[Sequence]]] = {}
         room = self.limits.batch - sum(len(b.rows) for b in self.running)
-        while self.waiting:
-            request = self.waiting[0]
-            # One that is larger than the batch is begun when nothing else runs.
-            if request.ask.n > room and (room < self.limits.batch):
-                break
+        while True:
             with self.lock:
-                self.waiting.popleft()
+                # One that is larger than the batch is begun when nothing else runs.
+                if not self.waiting or self.limits.batch > room < self.waiting[0].ask.n:
+                    break
+                request = self.waiting.popleft()
             if request.cancelled:
                 continue
             room -= request.ask.n
@@ -283,10 +290,10 @@ class Engine:
                     request.tell(error)
                 continue
             beside = next((b for b in self.running if b.joins and batch.joins and b.model is model), None)
-            if beside is None:
-                self.running.append(batch)
-            else:
-                beside.join(batch)
+            self.running.append(batch)
+            if beside is not None:
+                beside.join(batch)  # where this fails, both are told
+                self.running.remove(batch)
 
     def _begun(self, request: Request) -> tuple[Any, list[Sequence]]:
         ask, encoder = request.ask, self.models.encoder
@@ -329,3 +336,7 @@ class Engine:
         self.running = []
         for request in told.values():
             request.tell(error)
+
+
+def _closed() -> Closed:
+    return Closed("the endpoint is closing. Ask again when it is back.")

@@ -191,7 +191,8 @@ class Answer:
         self.kept.setdefault(index, [])
         self.tokens += len(piece.ids)
         if not self.wish.chat:
-            return [self._chunk(index, {"text": piece.text}, piece, prompt)] if piece.text or piece.finish else []
+            told = piece.text or piece.finish or self.wish.ids or self.wish.logprobs
+            return [self._chunk(index, {"text": piece.text}, piece, prompt)] if told else []
         found = [self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None, prompt)] if first else []
         if self.wish.tools:
             self.kept[index].append(piece)
@@ -212,8 +213,11 @@ class Answer:
         if piece is not None:
             if self.wish.logprobs:
                 choice["logprobs"] = self._logprobs(index, piece)
-            choice |= self._extras(prompt, piece.ids)
-        return {**self.envelope(".chunk"), "choices": [choice]}
+            extras = self._extras(prompt, piece.ids)
+            choice |= extras if piece.finish else {k: v for k, v in extras.items() if k == "token_ids"}
+        found = {**self.envelope(".chunk"), "choices": [choice]}
+        # As vLLM has it: a chat's prompt comes once, beside the first piece of a choice.
+        return found | ({"prompt_token_ids": self.begun[prompt].prompt} if piece is None and self.wish.ids else {})
 
     # -- log-probs --------------------------------------------------------------------------------------------------
 

@@ -98,7 +98,6 @@ class Standalone:
     def __init__(self, saved: SavedModels, limits: Limits) -> None:
         self.saved, self.engine = saved, Engine(saved, limits)
         self.ready = threading.Condition()
-        self.closed = False
         self.thread = threading.Thread(target=self._run, name="klamp-engine", daemon=True)
         self.thread.start()
 
@@ -122,22 +121,20 @@ class Standalone:
         return self if name == self.saved.name or (step is not None and base == self.saved.name) else None
 
     def submit(self, request: Request) -> None:
-        """Begin a request, or raise Busy."""
+        """Begin a request, or raise Busy or Closed."""
         self.engine.submit(request)
         with self.ready:
             self.ready.notify()
 
     def close(self) -> None:
-        """End the thread after what runs."""
-        self.closed = True
+        """End the thread before its next token; whoever waits is told."""
+        self.engine.close()
         with self.ready:
             self.ready.notify()
         self.thread.join()
 
     def _run(self) -> None:
-        while True:
+        while not self.engine.closed:
+            self.engine.run()
             with self.ready:
-                self.ready.wait_for(lambda: self.closed or self.engine.waiting)
-            if self.closed:
-                return
-            self.engine.run(lambda: self.closed)
+                self.ready.wait_for(lambda: self.engine.closed or self.engine.waiting)
