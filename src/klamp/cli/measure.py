@@ -65,24 +65,8 @@ def measure(
         url: A vLLM server that draws the completions, such as http://127.0.0.1:8000.
         served: What that server calls the first model. Left out: its name here.
     """
-    _measure(
-        _one("policy", model, policy),
-        _one("reference", other, reference),
-        prompts,
-        completions,
-        out,
-        max_tokens=max_tokens,
-        samples=samples,
-        temperature=temperature,
-        batch=batch,
-        seed=seed,
-        chat=chat,
-        device=device,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        url=url,
-        served=served,
-    )
+    given = {name: value for name, value in locals().items() if name not in ("model", "other", "policy", "reference")}
+    _measure(_one("policy", model, policy), _one("reference", other, reference), **given)
 
 
 def _one(flag: str, placed: str | None, named: str | None) -> str | None:

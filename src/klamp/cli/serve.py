@@ -5,9 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from klamp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from klamp.serve.app import Server
+    from klamp.serve.engine import Limits
+    from klamp.serve.saved_models import Standalone
 
 
 def serve(
@@ -48,26 +55,33 @@ def serve(
         raise ConfigError("klamp serve needs a model, or --forward URL. Give one of them.")
     key = key or os.environ.get("KLAMP_API_KEY") or None
     limits = Limits(queue=queue, batch=min(batch, queue), tokens=max_tokens)
-    if forward is not None:
-        server = Server(make_app(lambda _: None, list, limits=limits, key=key, forward=forward), host, port)
-        served, door = [forward], None
+    door = None if model is None else _opened(model, name, device, limits)
+    if door is None:
+        app = make_app(lambda _: None, list, limits=limits, key=key, forward=forward)
     else:
-        import torch
+        app = make_app(door.find, lambda: [door], limits=limits, key=key)
+    served = [str(forward)] if door is None else door.names()
+    done = (lambda: None) if door is None else door.close
+    _until_stopped(Server(app, host, port), served, "with a key" if key else "without a key", done)
 
-        from klamp.models import known_device
-        from klamp.serve.saved_models import SavedModels, Standalone
 
-        assert model is not None
-        place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else str(known_device(device))
-        saved = SavedModels(model, name or Path(model).name, device=place)
-        door = Standalone(saved, limits)
-        server = Server(make_app(door.find, lambda: [door], limits=limits, key=key), host, port)
-        served = door.names()
+def _opened(model: str, name: str | None, device: str, limits: Limits) -> Standalone:
+    """The model behind an engine of its own."""
+    import torch
+
+    from klamp.models import known_device
+    from klamp.serve.saved_models import SavedModels, Standalone
+
+    place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else str(known_device(device))
+    return Standalone(SavedModels(model, name or Path(model).name, device=place), limits)
+
+
+def _until_stopped(server: Server, served: list[str], guarded: str, done: Callable[[], None]) -> None:
+    """Say where the endpoint is, and answer until SIGINT or SIGTERM; then call ``done``, which ends the engine."""
     shown = ", ".join(served[:1] + served[-1:] if len(served) > 2 else served)
-    guarded = "with a key" if key else "without a key"
     print(f"{shown} at {server.url}, {guarded}. Ctrl-C ends it.", flush=True)
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
     stopped.wait()
-    server.close(door.close if door is not None else lambda: None)
+    server.close(done)

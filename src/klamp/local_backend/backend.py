@@ -18,7 +18,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -232,28 +232,9 @@ class LocalBackend:
         Returns:
             The step, its metrics, alarms and checkpoint.
         """
+        given = locals()
         refuse_unknown(unknown)
-        arguments = Arguments(
-            learning_rate=learning_rate,
-            kl_penalty_coef=kl_penalty_coef,
-            kl_penalty_reference_step=kl_penalty_reference_step,
-            kl_ref_adapter_path=kl_ref_adapter_path,
-            kl_penalty_source=kl_penalty_source,
-            kl_penalty_step_lag=kl_penalty_step_lag,
-            controller=controller,
-            reference=reference,
-            kl_limit=kl_limit,
-            clamp=clamp,
-            advantages=advantages,
-            scale_rewards=scale_rewards,
-            normalize_advantages=normalize_advantages,
-            loss_fn=loss_fn,
-            epsilon=epsilon,
-            epsilon_high=epsilon_high,
-            max_grad_norm=max_grad_norm,
-            micro_batch=micro_batch,
-            temperature=temperature,
-        )
+        arguments = Arguments(**{f.name: given[f.name] for f in fields(Arguments)})
         groups = list(trajectory_groups)
         result = await self._open(model).train(lambda worker: worker.train(groups, arguments))
         if verbose:

@@ -23,7 +23,7 @@ from klamp import models
 from klamp.chat import Prompt, problem
 from klamp.errors import ConfigError, require_number, writing
 from klamp.measure.figures import Estimate, Figures, total
-from klamp.measure.pair import Pair, load_pair, sides
+from klamp.measure.pair import Pair, Sides, load_pair, sides
 from klamp.measure.records import GO_ON, Settings, Store, given, records, token_map
 from klamp.sampling.batch import Rollout
 from klamp.sampling.sampler import Sampler, context_of, end_ids
@@ -129,44 +129,56 @@ def measure_kl(
         The figures.
     """
     asked = sides(policy, reference, prompts)
-    policy, reference, prompts = asked.policy, asked.reference, asked.prompts
-    rollout = RolloutConfig(max_tokens=64) if asked.run is None else asked.run.rollout
-    max_tokens = rollout.max_tokens if max_tokens is None else max_tokens
-    temperature = rollout.temperature if temperature is None else temperature
-    chat = rollout.chat if chat is None else chat
-    settings = Settings(
-        policy,
-        reference,
-        len(prompts),
-        max_tokens,
-        samples,
-        temperature,
-        batch,
-        seed,
-        chat,
-        completions is not None,
-        hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16],
-    )
-    _check(settings, prompts, completions)
-    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    chosen = _device(device)
+    sampled = {"max_tokens": max_tokens, "temperature": temperature, "chat": chat}
+    settings = _settings(asked, completions, samples=samples, batch=batch, seed=seed, **sampled)
     pair = load_pair(
-        policy, reference, temperature=temperature, device=chosen, dtype=dtype, trust_remote_code=trust_remote_code
+        asked.policy,
+        asked.reference,
+        temperature=settings.temperature,
+        device=_device(device),
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
     )
-    source = _Source(pair, settings, list(prompts), None if completions is None else list(completions))
+    source = _Source(pair, settings, list(asked.prompts), None if completions is None else list(completions))
     with contextlib.closing(source):
         if url is not None:
-            source.sample_from(url, served or policy)
-        figures = _figures(source, Path(out) if out is not None else None, rank, ranks, progress)
-        shown = _maps(source, figures) if maps and rank == 0 else []
-    return _measurement(figures, settings, shown)
+            source.sample_from(url, served or asked.policy)
+        return _measured(source, None if out is None else Path(out), progress, maps=maps)
 
 
-def _figures(
-    source: _Source, folder: Path | None, rank: int, ranks: int, progress: Callable[[int, int], None] | None
-) -> Figures:
+def _settings(
+    asked: Sides, completions: Sequence[str] | None, *, samples: int, batch: int, seed: int, **sampled: Any
+) -> Settings:
+    """What makes this measurement the same one again; what is None in ``sampled`` is as in the run, or as usual."""
+    rollout = RolloutConfig(max_tokens=64) if asked.run is None else asked.run.rollout
+    known = {name: getattr(rollout, name) if value is None else value for name, value in sampled.items()}
+    settings = Settings(
+        policy=asked.policy,
+        reference=asked.reference,
+        prompts=len(asked.prompts),
+        samples=samples,
+        batch=batch,
+        seed=seed,
+        given=completions is not None,
+        prompts_hash=hashlib.sha256(json.dumps(asked.prompts).encode()).hexdigest()[:16],
+        **known,
+    )
+    _check(settings, asked.prompts, completions)
+    return settings
+
+
+def _measured(
+    source: _Source, folder: Path | None, progress: Callable[[int, int], None] | None, *, maps: bool
+) -> Measurement:
+    """All figures; the first of several processes draws the maps too."""
+    rank = int(os.environ.get("RANK", "0"))
+    figures = _figures(source, folder, rank, progress)
+    return _measurement(figures, source.settings, _maps(source, figures) if maps and rank == 0 else [])
+
+
+def _figures(source: _Source, folder: Path | None, rank: int, progress: Callable[[int, int], None] | None) -> Figures:
     """Measure this process's blocks that are not on disk yet, and add up those of all processes."""
-    settings = source.settings
+    settings, ranks = source.settings, int(os.environ.get("WORLD_SIZE", "1"))
     blocks = range(0, settings.prompts, settings.batch)
     with _alone(folder, rank):
         store = Store(folder, settings, rank)
