@@ -158,6 +158,18 @@ def test_text_is_continued_from_text_and_from_ids(client: openai.OpenAI, plain: 
     assert "".join(lone.logprobs.tokens).startswith(lone.text)  # type: ignore[union-attr, arg-type]
     pieces = [c.choices[0].text for c in client.completions.create(model="tiny", prompt="A", max_tokens=4, stream=True)]
     assert len(pieces) >= 4
+    # A stop string that may be beginning holds the text back, not the tokens.
+    wish: dict[str, Any] = {
+        "model": "tiny",
+        "prompt": "A",
+        "max_tokens": 12,
+        "seed": 2,
+        "stop": [" the best of all things"],
+    }
+    whole = client.completions.create(**wish, extra_body=IDS).choices[0]
+    chunks = [c.choices[0] for c in client.completions.create(**wish, stream=True, logprobs=0, extra_body=IDS)]
+    assert [i for c in chunks for i in c.token_ids] == whole.token_ids  # type: ignore[attr-defined]
+    assert sum(len(c.logprobs.token_logprobs) for c in chunks) == 12  # type: ignore[union-attr, arg-type]
 
 
 def test_an_agent_calls_a_tool_and_reads_its_answer(serve: Any, agent: Any) -> None:
@@ -229,9 +241,14 @@ def test_models_keys_sizes_and_the_queue_are_bounded(serve: Any) -> None:
         stranger.models.list()
     with connect(url, "secret") as client:
         for name in ("other", "tiny@3", "other@0"):
-            error = openai.NotFoundError if "other" in name else openai.BadRequestError
-            with pytest.raises(error, match="There are: tiny"):
-                client.chat.completions.create(**{**ASKED, "model": name})
+            for call in (
+                lambda name=name: client.chat.completions.create(**{**ASKED, "model": name}),
+                lambda name=name: client.models.retrieve(name),
+            ):
+                with pytest.raises(openai.NotFoundError, match="There are: tiny") as missing:
+                    call()
+                assert missing.value.code == "model_not_found"
+        assert client.models.retrieve("tiny").id == "tiny"
         with pytest.raises(openai.APIStatusError, match="larger than 2000 bytes") as refused:
             client.completions.create(model="tiny", prompt="x" * 3000)
         assert refused.value.status_code == 413
@@ -283,8 +300,21 @@ def test_whoever_hangs_up_leaves_the_batch(tiny: tuple[str, Standalone], stream:
 def test_a_body_that_is_not_json_or_not_an_object_is_refused(tiny: tuple[str, Standalone]) -> None:
     import httpx
 
-    for content in (b"{", b"[1]", b"\xff", b"[" * 100000):
-        with httpx.Client(trust_env=False) as raw:
-            answer = raw.post(f"{tiny[0]}/chat/completions", content=content)
-        assert answer.status_code == 400
-        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    half = json.dumps({**ASKED, "messages": [{"role": "user", "content": "\ud800"}]}).encode()
+    flags = json.dumps({"model": "tiny", "prompt": [True]}).encode()
+    with httpx.Client(trust_env=False) as raw:
+        for content in (
+            b"{",
+            b"[1]",
+            b"\xff",
+            b"[" * 100000,
+            b"",
+            half,
+            half.replace(b"\\ud800", b"\xed\xa0\x80"),
+            flags,
+        ):
+            answer = raw.post(f"{tiny[0]}/{'completions' if content is flags else 'chat/completions'}", content=content)
+            assert answer.status_code == 400, content[:60]
+            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        wrong = raw.get(f"{tiny[0]}/chat/completions")
+        assert (wrong.status_code, set(wrong.json()["error"])) == (405, {"message", "type", "param", "code"})

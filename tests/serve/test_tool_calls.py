@@ -10,6 +10,8 @@ from klamp.serve.engine import Text
 from klamp.serve.tool_calls import tool_calls
 
 ADD, TIME = ("add", {"a": 2, "b": {"c": "}"}}), ("time", {})
+SAY, MARK, END = ("say", {"x": "é"}), ("mark", {"x": "[TOOL_CALLS]"}), ("end", {"x": "</tool_call><tool_call>"})
+DEEP = ("deep", {"x": [{"y": [[], {"z": None}]}]})
 
 
 @pytest.mark.parametrize(
@@ -27,7 +29,23 @@ ADD, TIME = ("add", {"a": 2, "b": {"c": "}"}}), ("time", {})
         ('<|python_tag|>{"name": "time", "parameters": {}}; {"name": "time", "parameters": {}}', "", [TIME, TIME]),
         ('[TOOL_CALLS] [{"name": "add", "arguments": {"a": 2, "b": {"c": "}"}}}]', "", [ADD]),
         ('Well.[TOOL_CALLS]time{}[TOOL_CALLS]add[ARGS]{"a": 2, "b": {"c": "}"}}', "Well.", [TIME, ADD]),
+        (
+            '[TOOL_CALLS][{"name": "time", "arguments": {}, "id": "aB3"}, {"name": "say", "arguments": {"x": "é"}}] There.',
+            "There.",
+            [TIME, SAY],
+        ),
+        ('[TOOL_CALLS]say[CALL_ID]aB3[ARGS]{"x": "\\u00e9"}[TOOL_CALLS]mark{"x": "[TOOL_CALLS]"}', "", [SAY, MARK]),
+        ('<tool_call>{"name": "end", "arguments": {"x": "</tool_call><tool_call>"}}</tool_call>', "", [END]),
+        (
+            '{"name": "deep", "parameters": {"x": [{"y": [[], {"z": null}]}]}}\n{"name": "time", "parameters": {}};',
+            "",
+            [DEEP, TIME],
+        ),
         ("no call at all", "no call at all", []),
+        ('{"name": "Ada", "age": 36}', None, []),
+        ('{"name": "Ada"}', None, []),
+        ('<tool_call>{"name": "time", "arguments": {}}}</tool_call>', None, []),
+        ("[TOOL_CALLS][]", None, []),
         ('<tool_call>{"name": "add", "arguments": {"a": </tool_call>', None, []),
         ('{"answer": 42}', None, []),
         ('{"name": "add"} and more', None, []),

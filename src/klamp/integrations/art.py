@@ -117,7 +117,7 @@ class KlampBackend:
         elif not priced:
             settings["kl_penalty_coef"] = 0.0
         own = _own(model)
-        groups = [_group(group, own.name) for group in trajectory_groups]
+        groups = [_group(group, str(model.name)) for group in trajectory_groups]
         result = await self.local.train(own, groups, **settings)
         named = {theirs: result.metrics[ours] for theirs, ours in NAMES.items() if ours in result.metrics}
         # The trajectories' own metrics are logged by ART, from the trajectories.
@@ -136,10 +136,9 @@ class KlampBackend:
     # -- what ART calls ---------------------------------------------------------------------------------------------
 
     def _model_inference_name(self, model: Any, step: int | None = None) -> str:
-        name = getattr(model, "inference_model_name", None) or model.name
         if not getattr(model, "trainable", False):
-            return str(name)
-        return _own(model).get_inference_name(step)
+            return str(getattr(model, "inference_model_name", None) or model.name)
+        return str(model.name) if step is None else f"{model.name}@{step}"
 
     async def _get_step(self, model: Any) -> int:
         return await self.local.get_step(_own(model))
@@ -151,7 +150,7 @@ class KlampBackend:
         server = dict((config or {}).get("server_args") or {})
         host, port, key = self.local.place
         self.local.place = (server.get("host", host), server.get("port", port), server.get("api_key", key))
-        return await self.local.endpoint(_own(model))
+        return await self.local.endpoint(_own(model), name=str(model.name))
 
     def _train_sft(
         self, model: Any, trajectories: Iterable[Any], config: Any, dev_config: Any, verbose: bool = False
@@ -176,7 +175,7 @@ def _own(model: Any) -> TrainableModel:
     lora = {**LORA, **dict(getattr(model, "lora_config", None) or {}), **dict(internal.get("peft_args") or {})}
     alpha = float(lora.get("lora_alpha", lora.get("alpha", LORA["lora_alpha"])))
     rank = int(lora.get("r", lora.get("rank", LORA["r"])))
-    # From 0.5.20 on a run has a name of its own, under which its checkpoints stay.
+    # ART 0.5.23: checkpoints belong to a run, which has a name of its own; clients ask for the model's name.
     name = str(getattr(model, "run_name", None) or model.name)
     return TrainableModel(
         name=name, project=str(model.project), base_model=str(model.base_model), lora_rank=rank, lora_alpha=alpha

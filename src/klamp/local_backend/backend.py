@@ -143,9 +143,13 @@ class LocalBackend:
         """Steps done."""
         return await self._open(model).call(lambda worker: worker.step)
 
-    async def endpoint(self, model: Any) -> tuple[str, str]:
-        """The address and the key at which OpenAI clients find ``model``, which is loaded by then."""
+    async def endpoint(self, model: Any, *, name: str | None = None) -> tuple[str, str]:
+        """The address and the key at which OpenAI clients find ``model`` by ``name``, its own unless given.
+
+        It is loaded by then.
+        """
         opened = self._open(model)
+        opened.served_as = name or opened.served_as
         await opened.call(lambda _: None)
         if self._endpoint is None:
             from klamp.local_backend.open_models import Endpoint

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from klamp.errors import ConfigError
 from klamp.local_backend.trajectories import Choice, Message
-from klamp.references.folders import folder_of, saved_steps
+from klamp.references.folders import folder_of
 from klamp.sampling.merged_model import ADAPTER, MergedModel
 from klamp.sampling.sampler import Sampler
 from klamp.sampling.server_sampler import ServerSampler
@@ -139,9 +139,6 @@ class Completions:
         """The adapter of a saved step in the policy's place, and afterwards the policy's again, to the bit."""
         from peft import set_peft_model_state_dict
 
-        if step not in saved_steps(self.worker.place.folder):
-            there = ", ".join(map(str, saved_steps(self.worker.place.folder)))
-            raise ConfigError(f"step {step} is not saved. Saved steps: {there}.")
         path = folder_of(self.worker.place.folder, step) / "adapter_model.safetensors"
         own = {p: p.detach().clone() for p in self.worker.learner.policy.trainable().values()}
         try:

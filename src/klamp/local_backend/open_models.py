@@ -19,7 +19,7 @@ from klamp.local_backend.worker import Worker
 from klamp.references.folders import saved_steps
 from klamp.serve import engine
 from klamp.serve.app import Server, make_app
-from klamp.serve.engine import Engine, Limits, Model, split_step
+from klamp.serve.engine import Engine, Limits, Model, NoSuchModel, split_step
 from klamp.train.config import LoraConfig
 
 T = TypeVar("T")
@@ -36,6 +36,8 @@ class OpenModel:
     ) -> None:
         self.model = model
         """A TrainableModel."""
+        self.served_as = str(model.name)
+        """What the endpoint's clients ask for."""
         lora = LoraConfig(rank=model.lora_rank, alpha=model.lora_alpha)
         self.place = Place(
             base_model=model.base_model,
@@ -148,11 +150,14 @@ class OpenModel:
 
     def names(self) -> list[str]:
         """The model as it is, and at its saved steps."""
-        return [self.model.name, *(f"{self.model.name}@{s}" for s in saved_steps(self.place.folder))]
+        return [self.served_as, *(f"{self.served_as}@{s}" for s in saved_steps(self.place.folder))]
 
     def weights(self, name: str) -> Model:
         """The weights that ``name`` stands for; in the model's thread."""
-        return self._opened().completions.sampled_model(split_step(name)[1])
+        step, worker = split_step(name)[1], self._opened()
+        if step is not None and step != worker.step and step not in saved_steps(self.place.folder):
+            raise NoSuchModel(name, self.names())
+        return worker.completions.sampled_model(step)
 
     def submit(self, request: engine.Request) -> None:
         """Begin a request of the endpoint's, or raise Busy or Closed."""
@@ -194,24 +199,19 @@ class Endpoint:
 
     def add(self, opened: OpenModel) -> None:
         """Answer for a model from now on."""
-        model = opened.model
-        beside = [m.model.project for m in self.models.values() if m.model.name == model.name]
-        if beside and model.project not in beside:
+        beside = self.models.get(opened.served_as, opened)
+        if beside.model != opened.model:
             raise ConfigError(
-                f"{model.project}/{model.name} and {beside[0]}/{model.name} would answer to one name. Choose another "
-                "name, or open them with two backends."
+                f"{opened.model.project}/{opened.model.name} and {beside.model.project}/{beside.model.name} would answer "
+                f"to one name, {opened.served_as!r}. Choose another name, or open them with two backends."
             )
-        self.models[model.name] = opened
+        self.models[opened.served_as] = opened
 
     def find(self, name: str) -> OpenModel | None:
         """The model that answers to ``name``."""
-        base, _ = split_step(name)
-        found = self.models.get(base.rpartition("/")[2])
-        return (
-            found
-            if found is not None and base in (found.model.name, f"{found.model.project}/{found.model.name}")
-            else None
-        )
+        project, _, base = split_step(name)[0].rpartition("/")
+        found = self.models.get(base)
+        return found if found is not None and project in ("", found.model.project) else None
 
     def close(self) -> None:
         """Stop answering."""

@@ -18,11 +18,12 @@ from typing import Any, Protocol
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from klamp.errors import Busy, ConfigError, KlampError
 from klamp.serve import engine
-from klamp.serve.engine import Begun, Closed, Limits, Piece
+from klamp.serve.engine import Begun, Closed, Limits, NoSuchModel, Piece
 from klamp.serve.openai_api import Answer, ApiError, Wish, read_wish, sse
 
 
@@ -75,9 +76,14 @@ def make_app(
     async def refused(_: Request, error: ApiError) -> Response:
         return _error(error)
 
-    @app.exception_handler(404)
-    async def unknown_path(request: Request, _: Exception) -> Response:
-        return _error(ApiError(f"there is no {request.url.path!r} here.", status=404, code="unknown_url"))
+    @app.exception_handler(HTTPException)
+    async def unknown_path(request: Request, error: HTTPException) -> Response:
+        wrong = f"{request.method} {request.url.path!r}"
+        return _error(ApiError(f"there is no {wrong} here.", status=error.status_code, code="unknown_url"))
+
+    @app.exception_handler(Exception)
+    async def failed(_: Request, error: Exception) -> Response:
+        return _error(as_api_error(error))
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -97,19 +103,24 @@ def _answer_models(
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        names = [name for door in doors() for name in door.names()]
-        rows = [{"id": n, "object": "model", "created": int(time.time()), "owned_by": "klamp"} for n in names]
-        return {"object": "list", "data": rows}
+        return {"object": "list", "data": [_model(name) for door in doors() for name in door.names()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        door = known(name)
+        if name not in door.names():
+            raise as_api_error(NoSuchModel(name, door.names()))
+        return _model(name)
+
+    def known(name: str) -> Door:
+        door = find(name)
+        if door is None:
+            raise as_api_error(NoSuchModel(name, [n for d in doors() for n in d.names()]))
+        return door
 
     async def answer(request: Request, *, chat: bool) -> Response:
         wish = read_wish(await read_json(request, limits), chat=chat, limits=limits, always_ids=always_ids)
-        door = find(wish.asks[0].model)
-        if door is None:
-            there = ", ".join(n for d in doors() for n in d.names())
-            raise ApiError(
-                f"there is no model {wish.asks[0].model!r}. There are: {there}.", status=404, code="model_not_found"
-            )
-        return await _answered(request, wish, door)
+        return await _answered(request, wish, known(wish.asks[0].model))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
@@ -222,6 +233,8 @@ def as_api_error(error: Any) -> ApiError:
         return error
     if isinstance(error, Busy):
         return ApiError(str(error), status=429, code="queue_full")
+    if isinstance(error, NoSuchModel):
+        return ApiError(str(error), status=404, param="model", code="model_not_found")
     if isinstance(error, Closed):
         return ApiError(str(error), status=503, code="closing")
     if isinstance(error, ConfigError):
@@ -248,11 +261,21 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
 
 async def read_json(request: Request, limits: Limits) -> Any:
-    """The body's JSON."""
+    """The body's JSON; text that no tokenizer takes is refused here."""
+    body = await read_body(request, limits)
     try:
-        return json.loads(await read_body(request, limits))
+        found = json.loads(body)
+        if b"\\u" in body or b"\xed" in body:  # the two ways to write half of a surrogate pair
+            json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ApiError("the body has half of a surrogate pair, which is no character.") from None
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the body is not JSON: {error!s:.100}.") from None
+    return found
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": int(time.time()), "owned_by": "klamp"}
 
 
 def _has_key(request: Request, key: str) -> bool:

@@ -156,7 +156,7 @@ class Models(Protocol):
         ...
 
     def weights(self, name: str) -> Model:
-        """The weights under ``name``, or ``name@step``; a ConfigError where there are none."""
+        """The weights under ``name``, or ``name@step``; NoSuchModel where there are none."""
         ...
 
 
@@ -203,6 +203,13 @@ class Sequence:
             self.news = ([], [], [])
             self.request.tell(Piece(self.index, self.text.show(last=bool(finish)), ids, logps, tops, finish))
         return finish is None
+
+
+class NoSuchModel(ConfigError):
+    """A name, or a step of one, that is not served."""
+
+    def __init__(self, name: str, there: list[str]) -> None:
+        super().__init__(f"there is no model {name!r}. There are: {', '.join(there)}.")
 
 
 class Closed(KlampError):

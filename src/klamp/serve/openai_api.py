@@ -71,7 +71,7 @@ def read_wish(body: Any, *, chat: bool, limits: Limits, always_ids: bool) -> Wis
     for name, nothing in UNSUPPORTED.items():
         if body.get(name) not in nothing:
             raise ApiError(f"{name}={shown(body[name], 60)} is not supported. Leave it out.", param=name)
-    asked = bool(body.get("logprobs")) if chat else body.get("logprobs") is not None
+    asked = _flag(body, "logprobs") if chat else body.get("logprobs") is not None
     ids = always_ids or _flag(body, "return_token_ids")
     tools, called = _tools(body) if chat else (None, False)
     common: dict[str, Any] = {
@@ -384,7 +384,7 @@ def _prompts(body: dict[str, Any]) -> list[dict[str, Any]]:
     given = body.get("prompt")
 
     def ids(value: Any) -> bool:
-        return isinstance(value, list) and bool(value) and all(isinstance(i, int) for i in value)
+        return isinstance(value, list) and bool(value) and all(type(i) is int for i in value)
 
     many = given if isinstance(given, list) and not ids(given) else [given]
     if not many or not all(isinstance(p, str) or ids(p) for p in many):

@@ -14,7 +14,7 @@ from klamp.errors import ConfigError
 from klamp.references.folders import saved_steps
 from klamp.sampling.families import check_sampled
 from klamp.sampling.sampler import context_of, end_ids
-from klamp.serve.engine import STEPS_IN_MEMORY, Engine, Limits, Model, Request, split_step
+from klamp.serve.engine import STEPS_IN_MEMORY, Engine, Limits, Model, NoSuchModel, Request, split_step
 
 
 class SavedModels:
@@ -44,7 +44,7 @@ class SavedModels:
         """The newest step, or the one that is named."""
         _, step = split_step(name)
         if step is not None and (self.run is None or step not in saved_steps(self.run)):
-            raise ConfigError(f"model {name!r} is not saved. There are: {', '.join(self.names())}.")
+            raise NoSuchModel(name, self.names())
         step = self._newest() if step is None else step
         return Model(self._load(step), step)
 

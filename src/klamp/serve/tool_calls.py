@@ -2,7 +2,8 @@
 
 =========  =========================================================================
 Hermes     ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Qwen, SmolLM, Hermes)
-Mistral    ``[TOOL_CALLS][{"name": ..., "arguments": {...}}]``, or ``[TOOL_CALLS]name{...}``
+Mistral    ``[TOOL_CALLS][{"name": ..., "arguments": {...}}]``, or ``[TOOL_CALLS]name{...}``, or with ``[CALL_ID]`` and
+           ``[ARGS]`` between
 Llama 3    ``{"name": ..., "parameters": {...}}``, several with ``;`` between, after ``<|python_tag|>`` or alone
 =========  =========================================================================
 """
@@ -15,10 +16,10 @@ import secrets
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+HERMES, HERMES_END = "<tool_call>", "</tool_call>"
 MISTRAL = "[TOOL_CALLS]"
 PYTHON_TAG = "<|python_tag|>"
-NAMED = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*(?:\[ARGS\])?\s*(?=\{)")
+NAMED = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\])?\s*(?=\{)")
 DECODER = json.JSONDecoder()
 
 
@@ -51,27 +52,32 @@ def tool_calls(text: str) -> Said:
 
 
 def _hermes(text: str) -> Said | None:
-    calls = [_call(_json(block)) for block in HERMES.findall(text)]
-    if not calls or not all(calls):
-        return None
-    return Said(HERMES.sub("", text).strip(), [c for c in calls if c])
+    content, mark, rest = text.partition(HERMES)
+    calls = []
+    while mark:
+        value, rest = _first(rest)
+        call, rest = _call(value), rest.lstrip()
+        if call is None or (rest and not rest.startswith(HERMES_END)):
+            return None
+        calls.append(call)
+        between, mark, rest = rest.removeprefix(HERMES_END).partition(HERMES)
+        content += between
+    return Said(content.strip(), calls) if calls else None
 
 
 def _mistral(text: str) -> Said | None:
-    before, mark, rest = text.partition(MISTRAL)
-    if not mark:
-        return None
-    many = _json(rest.strip())
-    if isinstance(many, list):
-        calls = [_call(one) for one in many]
-    else:
-        calls = [
-            Call(name[1], json.dumps(arguments)) if name and isinstance(arguments, dict) else None
-            for piece in rest.split(MISTRAL)
-            for name in [NAMED.match(piece)]
-            for arguments in [_json(piece[name.end() :].strip()) if name else None]
-        ]
-    return Said(before.strip(), [c for c in calls if c]) if calls and all(calls) else None
+    content, mark, rest = text.partition(MISTRAL)
+    calls: list[Call | None] = []
+    while mark:
+        name = NAMED.match(rest)
+        value, rest = _first(rest[name.end() :] if name else rest)
+        if name:
+            calls.append(Call(name[1], _written(value)) if isinstance(value, dict) else None)
+        else:
+            calls += [_call(one) for one in value] if isinstance(value, list) else [None]
+        between, mark, rest = rest.partition(MISTRAL)
+        content += between
+    return Said(content.strip(), [c for c in calls if c]) if calls and all(calls) else None
 
 
 def _llama(text: str) -> Said | None:
@@ -80,25 +86,31 @@ def _llama(text: str) -> Said | None:
         before, rest = "", text
     if not rest.lstrip().startswith("{"):
         return None
-    calls = [_call(value) for value in _objects(rest)]
+    # An object that has a name and no arguments may be an answer in JSON.
+    calls = [
+        _call(v) if isinstance(v, dict) and {"parameters", "arguments"} & v.keys() else None for v in _objects(rest)
+    ]
     return Said(before.strip(), [c for c in calls if c]) if calls and all(calls) else None
 
 
 def _objects(text: str) -> Iterator[Any]:
-    """JSON values with semicolons between; None for what is not one."""
-    place = 0
-    while place < len(text.rstrip()):
-        try:
-            value, place = DECODER.raw_decode(text, len(text) - len(text[place:].lstrip()))
-        except (ValueError, RecursionError):
-            yield None
-            return
+    """JSON values with semicolons or white space between; None for what is not one."""
+    while text.strip():
+        value, text = _first(text)
         yield value
-        rest = text[place:].lstrip()
-        if rest and not rest.startswith(";"):
-            yield None
+        if value is None:
             return
-        place = len(text) - len(rest) + 1 if rest else len(text)
+        text = text.lstrip().removeprefix(";")
+
+
+def _first(text: str) -> tuple[Any, str]:
+    """The JSON value that ``text`` begins with, and what comes after it; None where it begins with none."""
+    text = text.lstrip()
+    try:
+        value, end = DECODER.raw_decode(text)
+    except (ValueError, RecursionError):
+        return None, text
+    return value, text[end:]
 
 
 def _call(value: Any) -> Call | None:
@@ -107,7 +119,11 @@ def _call(value: Any) -> Call | None:
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):  # some models write the object as a string
         arguments = _json(arguments)
-    return Call(value["name"], json.dumps(arguments)) if isinstance(arguments, dict) else None
+    return Call(value["name"], _written(arguments)) if isinstance(arguments, dict) else None
+
+
+def _written(arguments: dict[str, Any]) -> str:
+    return json.dumps(arguments, ensure_ascii=False)
 
 
 def _json(text: str) -> Any:
