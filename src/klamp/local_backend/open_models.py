@@ -202,8 +202,8 @@ class Endpoint:
         beside = self.models.get(opened.served_as, opened)
         if beside.model != opened.model:
             raise ConfigError(
-                f"{opened.model.project}/{opened.model.name} and {beside.model.project}/{beside.model.name} would answer "
-                f"to one name, {opened.served_as!r}. Choose another name, or open them with two backends."
+                f"{opened.model.project}/{opened.model.name} and {beside.model.project}/{beside.model.name} would "
+                f"answer to one name, {opened.served_as!r}. Choose another name, or open them with two backends."
             )
         self.models[opened.served_as] = opened
 
