@@ -20,7 +20,7 @@ from unittest import mock
 
 from klamp.train import kl_measurement
 from klamp.train.config import KLConfig, OptimConfig, RolloutConfig, TrainConfig
-from klamp.train.kl_measurement import Reading, carried
+from klamp.train.kl_measurement import KLMeasurement, carried
 from klamp.train.loop import Trainer
 
 TARGET = 0.05
@@ -56,7 +56,7 @@ def noise(prompts: int, args: argparse.Namespace) -> dict[str, list[float]]:
     """Relative errors of readings near the limit from a share of the sequences, by what was read."""
     found: dict[str, list[float]] = {"carried": [], "level": []}
 
-    def both(self: Reading, began: float, far: Any) -> float:
+    def both(self: KLMeasurement, began: float, far: Any) -> float:
         whole = self.now(self.rows).mean
         rows = self.rows[:: kl_measurement.stride_of(self.sequences, kl_measurement.ENOUGH)]
         before, after = self.before(rows).mean, self.now(rows).mean
@@ -65,7 +65,7 @@ def noise(prompts: int, args: argparse.Namespace) -> dict[str, list[float]]:
             found["level"].append(after / whole - 1)
         return whole
 
-    with mock.patch.object(Reading, "first", both):
+    with mock.patch.object(KLMeasurement, "first", both):
         for seed in range(args.seeds):
             for _ in run(prompts, seed, args):
                 pass

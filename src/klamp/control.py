@@ -23,7 +23,7 @@ from typing import Any
 
 from klamp.clamp import LIMIT, Clamped, Scaler, no_farther
 from klamp.clamp import clamp as clamp_kl
-from klamp.control_state import ControlState, Reading, is_kl
+from klamp.control_state import BatchKL, ControlState, is_kl
 from klamp.controllers.base import (
     Controller,
     advance,
@@ -154,7 +154,7 @@ class Control:
             The control that :meth:`after_update` goes on from.
         """
         kl = None if kl is None else observed(kl)
-        reading = Reading(kl, n, spread, noise, measured, steers)
+        reading = BatchKL(kl, n, spread, noise, measured, steers)
         read = kl if measured is None else measured
         gauge, last = self.state.gauge, self.state.last
         if self.gauge is not None and read is not None:

@@ -18,7 +18,7 @@ DAMAGED = "The checkpoint is damaged; start from an earlier one."
 
 
 @dataclass(frozen=True)
-class Reading:
+class BatchKL:
     """What a batch read before its update; kept until the update is done."""
 
     kl: float | None
@@ -49,7 +49,7 @@ class ControlState:
     """What rounding alone makes of KL: it is there however small the displacement."""
     monitor: MonitorState = field(default_factory=MonitorState)
     """What the monitor has seen."""
-    reading: Reading | None = None
+    reading: BatchKL | None = None
     """The batch between ``before_update`` and ``after_update``."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class ControlState:
             last=known if known is not None and is_kl(known.kl_before, known.kl_after) else None,
             floor=require_number("control.floor", saved.get("floor", 0.0), at_least=0, way_out=DAMAGED),
             monitor=MonitorState.from_dict(saved["monitor"]),
-            reading=None if reading is None else from_plain(Reading, _read(reading), finite=False),
+            reading=None if reading is None else from_plain(BatchKL, _read(reading), finite=False),
         )
 
 

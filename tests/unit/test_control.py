@@ -182,8 +182,8 @@ def test_what_the_trainer_saved_before_goes_on() -> None:
         ({**BEFORE, "floor": "low"}, "control.floor"),
         ({**BEFORE, "gauge": {}}, "GaugeState"),
         ({**BEFORE, "monitor": {"window": 3}}, "monitor is damaged"),
-        ({**BEFORE, "reading": {"kl": 0.1}}, "Reading"),
-        ({**BEFORE, "reading": []}, "Reading"),
+        ({**BEFORE, "reading": {"kl": 0.1}}, "BatchKL"),
+        ({**BEFORE, "reading": []}, "BatchKL"),
         (
             {**BEFORE, "controller": {"kind": "State", "beta": 0.1, "updates": 0, "skipped": 0}},
             "State of another controller than Hold",

@@ -116,29 +116,22 @@ def test_sigterm_saves_says_how_to_go_on_and_leaves_no_process(tmp_path: Path) -
     assert len(rows(run_folder)) == last, "nobody goes on training"
 
 
-def test_a_run_that_fails_is_named_with_its_reason(tmp_path: Path) -> None:
-    (tmp_path / "broken_reward_module.py").write_text(
-        "def reward(prompts, completions):\n    raise RuntimeError('no!')\n"
-    )
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("raise RuntimeError('no!')", ("run 'static seed 0' failed", "no!")),
+        ("os.kill(os.getpid(), 9)", ("ended by signal 9",)),
+    ],
+    ids=["raises", "is killed alone"],
+)
+def test_a_run_that_fails_is_named_with_its_reason(tmp_path: Path, body: str, said: tuple[str, ...]) -> None:
+    (tmp_path / "broken_reward.py").write_text(f"import os\ndef reward(prompts, completions):\n    {body}\n")
     code = (
         "from klamp.experiments.compare import CompareConfig, run\n"
-        f"run(CompareConfig(arms=('static',), reward=('broken_reward_module:reward',), **{SMALL!r}), 'out')"
+        f"run(CompareConfig(arms=('static',), reward=('broken_reward:reward',), **{SMALL!r}), 'out')"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert "run 'static seed 0' failed" in done.stderr
-    assert "no!" in done.stderr
-
-
-def test_a_run_killed_alone_is_named(tmp_path: Path) -> None:
-    (tmp_path / "suicidal_reward.py").write_text(
-        "import os\ndef reward(prompts, completions):\n    os.kill(os.getpid(), 9)\n"
-    )
-    code = (
-        "from klamp.experiments.compare import CompareConfig, run\n"
-        f"run(CompareConfig(arms=('static',), reward=('suicidal_reward:reward',), **{SMALL!r}), 'out')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert "ended by signal 9" in done.stderr
+    assert all(words in done.stderr for words in said), done.stderr
 
 
 def test_a_sweep_runs_and_ends_in_table_and_frontier(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from klamp.train.kl_measurement import ENOUGH, FEWEST, SPARSE, Reading, Sums, carried, stride_of
+from klamp.train.kl_measurement import ENOUGH, FEWEST, SPARSE, KLMeasurement, Sums, carried, stride_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -17,7 +17,7 @@ KLS = torch.linspace(0.2, 1.8, 16, dtype=torch.float64)
 """KL of 16 sequences before a step: they differ more than the step changes them."""
 
 
-def made(growth: float, rows: Tensor | None = None, sequences: int = 16) -> tuple[Reading, list[list[int]]]:
+def made(growth: float, rows: Tensor | None = None, sequences: int = 16) -> tuple[KLMeasurement, list[list[int]]]:
     """A reading of sequences whose KL grew by a factor alike, and the rows it asked for."""
     asked: list[list[int]] = []
 
@@ -28,7 +28,7 @@ def made(growth: float, rows: Tensor | None = None, sequences: int = 16) -> tupl
     def before(rows: Tensor) -> Sums:
         return Sums(float(KLS[rows].sum()), len(rows))
 
-    return Reading(torch.arange(16) if rows is None else rows, sequences, before, now), asked
+    return KLMeasurement(torch.arange(16) if rows is None else rows, sequences, before, now), asked
 
 
 def near(kl: float) -> bool:
@@ -132,13 +132,13 @@ def test_a_sudden_step_is_caught_within_it(trainer: Any, settings: dict[str, Any
 def test_the_share_reads_what_all_would(trainer: Any, settings: dict[str, Any], monkeypatch: Any) -> None:
     """A third is what four sequences are trusted with."""
     pairs: list[tuple[float, float]] = []
-    first = Reading.first
+    first = KLMeasurement.first
 
-    def both(self: Reading, *given: Any) -> float:
+    def both(self: KLMeasurement, *given: Any) -> float:
         pairs.append((first(self, *given), self()))
         return pairs[-1][0]
 
-    monkeypatch.setattr(Reading, "first", both)
+    monkeypatch.setattr(KLMeasurement, "first", both)
     made = trainer(**{"optim": {"lr": 2e-4}, "rollout": {"prompts": 4, "group_size": 4}} | settings)
     assert [step(made, number)["kl/clamp/share"] for number in (1, 2, 3, 4)] == [0.25] * 4
     for share, whole in pairs:

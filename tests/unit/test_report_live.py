@@ -35,7 +35,7 @@ def run(tmp_path: Path) -> Path:
 @pytest.fixture
 def port(run: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """The server in a thread of this process."""
-    monkeypatch.setattr(page_module, "packed_plotly", lambda: "")
+    monkeypatch.setattr(page_module, "zipped_plotly", lambda: "")
     server = live.Server(live._bound(0), live.Watched(run))
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()

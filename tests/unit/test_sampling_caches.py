@@ -6,36 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from klamp.sampling.batch import Part
 from klamp.sampling.caches import DynamicSteps, StaticSteps, layout
 from klamp.sampling.decode import fit_threads
-
-FIRST = 5
-
-
-def model(name: str, **settings: Any) -> Any:
-    torch.manual_seed(0)
-    fields = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "initializer_range": 0.3}
-    heads = {"num_attention_heads": 6, "num_key_value_heads": 2}
-    if name == "mistral":
-        return MistralForCausalLM(MistralConfig(vocab_size=40, **fields, **heads, **settings)).eval()
-    return LlamaForCausalLM(LlamaConfig(vocab_size=40, **fields, **heads, **settings)).double().eval()
-
-
-def part(columns: int = 7) -> Part:
-    """Groups of four, two (padded on the left) and one, in no order; sequences that end early."""
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(1, 40, (7, FIRST + columns), generator=generator)
-    attention = torch.ones_like(ids, dtype=torch.bool)
-    for group in ([0, 2, 3, 6], [1, 5], [4]):
-        ids[group, :FIRST] = ids[group[0], :FIRST].clone()
-    attention[[1, 5], :2] = False
-    ids[1, :2] = 7  # what stands in the padding does not matter
-    attention[0, FIRST + 4 :] = False
-    attention[5, FIRST + 1 :] = False
-    return Part(torch.arange(7), slice(0, columns), ids, attention, attention[:, FIRST:].clone(), FIRST)
+from small_batch import FIRST, model, part
 
 
 def test_the_layout_finds_what_is_the_same() -> None:

@@ -175,7 +175,7 @@ Term = Callable[[Batch], Tensor]
 
 
 @dataclass(frozen=True)
-class Reading:
+class GradientError:
     """One term in one world: its expected gradient against the truth."""
 
     descends: str
@@ -209,7 +209,7 @@ class Finding:
         return asdict(self)
 
 
-def read(term: Term, world: World, *, stale: bool, rescale: bool = False) -> Reading:
+def read(term: Term, world: World, *, stale: bool, rescale: bool = False) -> GradientError:
     """What ``term`` does in ``world``; ``rescale`` forgives a constant factor, such as a mean's denominator."""
     batch = _fresh(_batch(world, stale))
     leaves = (batch.logp, batch.kl, batch.forward_kl)
@@ -245,7 +245,7 @@ def examine(
     on = [[read(term, _world(s, d), stale=False, rescale=rescale) for s in seeds] for d in drifts]
     off = [[read(term, _world(s, d), stale=True, rescale=rescale) for s in seeds] for d in drifts]
 
-    def medians(readings: list[list[Reading]], what: str) -> tuple[float, ...]:
+    def medians(readings: list[list[GradientError]], what: str) -> tuple[float, ...]:
         return tuple(median(getattr(r, what) for r in row) for row in readings)
 
     return Finding(
@@ -321,7 +321,7 @@ def _candidates(world: World) -> dict[str, Tensor]:
     }
 
 
-def _compare(rows: Tensor, probability: Tensor, world: World, rescale: bool) -> Reading:
+def _compare(rows: Tensor, probability: Tensor, world: World, rescale: bool) -> GradientError:
     gradient = probability @ rows
     candidates = _candidates(world)
     true = candidates[SEQUENCE]
@@ -333,7 +333,7 @@ def _compare(rows: Tensor, probability: Tensor, world: World, rescale: bool) -> 
         if factor > 0:
             gradient, rows = gradient * factor, rows * factor
     variance = float(probability @ (rows - gradient).square().sum(-1))
-    return Reading(
+    return GradientError(
         descends=NOTHING if nothing else _closest(gradient, candidates, rescale),
         bias=float((gradient - true).norm()) / size,
         cosine=0.0 if nothing else float(gradient @ true / (gradient.norm() * true.norm())),
@@ -351,7 +351,7 @@ def _closest(gradient: Tensor, candidates: dict[str, Tensor], rescale: bool) -> 
     return OTHER
 
 
-def _agreed(readings: list[list[Reading]]) -> str:
+def _agreed(readings: list[list[GradientError]]) -> str:
     """What every world says, or that they differ."""
     said = {r.descends for row in readings for r in row}
     return said.pop() if len(said) == 1 else OTHER

@@ -76,10 +76,10 @@ def behind(world: World) -> Tensor:
 
 def cut(world: World) -> Tensor:
     """[S, V] log-probs of the policy cut by top-p; ``-inf`` outside the kept set."""
-    return trust.replay(world.features @ world.policy, kept(world))
+    return trust.replay(world.features @ world.policy, nucleus(world))
 
 
-def kept(world: World) -> Tensor:
+def nucleus(world: World) -> Tensor:
     """[S, V] the smallest set of tokens whose probability reaches :data:`TOP_P`."""
     logp, order = world.table(world.policy).sort(-1, descending=True)
     before = logp.exp().cumsum(-1) - logp.exp()
@@ -220,7 +220,7 @@ def _read(world: World, table: Tensor, correction: Correction, *, replay: bool =
     drawn = torch.where(TREE.mask, table[TREE.prefix, TREE.tokens], 0.0)
     probability = drawn.sum(-1).exp()
     possible = probability > 0
-    own = functools.partial(_log_table, world, kept(world) if replay else None)
+    own = functools.partial(_log_table, world, nucleus(world) if replay else None)
     logp = torch.where(TREE.mask, own(world.policy)[TREE.prefix, TREE.tokens], 0.0)
     rewards = reward(world)
     sampled = Sampled(

@@ -159,7 +159,7 @@ def plan(config: SweepConfig, folder: Folder) -> list[tuple[str, dict[str, Any],
         planned += [(label, changes, replace(made, seed=s, run=str(home / f"seed-{s}"))) for s in seeds]
     for field in points[0]:
         if len(points) > 1:
-            _check_effect(field, [made for _, _, made in planned])
+            _check_used(field, [made for _, _, made in planned])
     if len({_model(made) for _, _, made in planned}) > 1:
         raise ConfigError(
             "--over varies model or prompts; held-out text and references would differ. Sweep them apart."
@@ -176,7 +176,7 @@ def _made(base: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
         raise ConfigError(f"{sweep_grammar.label(changes)}: {error} Fields go into --set, one at a time.") from None
 
 
-def _check_effect(field: str, runs: list[TrainConfig]) -> None:
+def _check_used(field: str, runs: list[TrainConfig]) -> None:
     """Refuse to vary what no run of the sweep reads: all its points would be one and the same."""
     found = [unused(field, made) for made in runs]
     if all(found):

@@ -168,7 +168,7 @@ class KLControl(TrainerCallback):
         self._meet()
         self._say_unclamped()
         checks.check_in_flight(self.trainer)
-        saved = _kept(state).get(SAVED)
+        saved = _saved_in(state).get(SAVED)
         if saved is not None:
             self.load_state_dict(saved)
         self._own = OwnKL(self.trainer, self.per) if self.clamp else None
@@ -194,7 +194,7 @@ class KLControl(TrainerCallback):
         self._update(state.global_step, kl, step)
         self._publish(state.global_step, kl, self._spread(step))
         self._set_price()
-        _kept(state)[SAVED] = self.state_dict()
+        _saved_in(state)[SAVED] = self.state_dict()
         self.recorder.batches = []
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -330,7 +330,7 @@ def _count(inputs: Inputs) -> tuple[float, float, float]:
     return float(mask.sum()), float(mask.any(1).sum()), float(squares.sum())
 
 
-def _kept(state: TrainerState) -> dict[str, Any]:
+def _saved_in(state: TrainerState) -> dict[str, Any]:
     """What goes into ``trainer_state.json`` with each checkpoint; declared a list, a dictionary from the start on."""
     return cast(dict[str, Any], state.stateful_callbacks)
 

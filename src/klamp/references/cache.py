@@ -15,7 +15,7 @@ CACHE_BYTES = 2 << 30
 
 
 class ReferenceCache:
-    """``recall(piece)``: the reference's states for any part of a rollout."""
+    """``cache(piece)``: the reference's states for any part of a rollout."""
 
     def __init__(
         self,

@@ -81,7 +81,7 @@ def render(view: View, data: dict[str, Any] | None = None, *, live: float = 0.0,
             order=EARLY_SAMPLES if view.kind == "runs" else LATE_SAMPLES,
             style=Markup(asset("style.css") + _arm_colours(view)),
             data=Markup(inside),
-            plotly=Markup(packed_plotly()),
+            plotly=Markup(zipped_plotly()),
             script=Markup(asset("charts.js")),
             nonce=nonce,
             policy=policy(nonce, live=bool(live)),
@@ -130,7 +130,7 @@ def _templates() -> Any:
 
 
 @functools.cache
-def packed_plotly() -> str:
+def zipped_plotly() -> str:
     """plotly.js, gzipped, as base64: a third of its size, unpacked by the browser."""
     from plotly.offline import get_plotlyjs
 

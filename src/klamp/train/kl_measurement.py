@@ -49,8 +49,8 @@ class Sums(NamedTuple):
         return self.total / self.number if self.number else 0.0
 
 
-class Reading:
-    """``reading()``: KL of the policy as it is now on ``rows``, from the share that :meth:`first` settled on."""
+class KLMeasurement:
+    """``measurement()``: KL of the policy as it is now on ``rows``, from the share that :meth:`first` settled on."""
 
     def __init__(
         self, rows: Tensor, sequences: int, before: Callable[[Tensor], Sums], now: Callable[[Tensor], Sums]

@@ -29,7 +29,7 @@ from klamp.train.algorithms import Look, Prepared, algorithm_of, needs_look, pre
 from klamp.train.config import TrainConfig
 from klamp.train.kl_config import control_of
 from klamp.train.kl_measurement import (
-    Reading,
+    KLMeasurement,
     Sums,
     measure_floor,
     moments,
@@ -38,7 +38,7 @@ from klamp.train.kl_measurement import (
     warn_near_floor,
 )
 from klamp.train.launch import shard_like_policy
-from klamp.train.metrics import Tally, Totals, band, clamp_metrics, reward_metrics, sampler_gap
+from klamp.train.metrics import Accumulator, Totals, band, clamp_metrics, reward_metrics, sampler_gap
 from klamp.train.rewards import Scored
 from klamp.train.update import Anchors, adamw, optimise, rate_of
 
@@ -98,7 +98,7 @@ class Learner:
     def step(self, step: int, rollout: Rollout, scored: Scored, *, stale: bool = False) -> Outcome:
         """One step on sampled and rewarded sequences. ``stale`` says that their sampler was an older policy."""
         rollout = rollout.to(self.device)
-        tally, control = Tally(self.reduce), self.control
+        added, control = Accumulator(self.reduce), self.control
         anchors = self.reference_states(rollout)
         look = self.look(rollout, anchors) if needs_look(self.config, stale) else None
         prepared = prepare(self.config, rollout, scored, look, control.beta if control.started else 0.0, self.reduce)
@@ -112,24 +112,24 @@ class Learner:
             known = torch.isfinite(rollout.sampler_logp)
             prepared = replace(prepared, old_logp=torch.where(known, rollout.sampler_logp, look.logp))
         origin = self._origin()
-        updated = optimise(self, step, rollout, prepared, anchors, beta=control.beta, sums=tally)
+        updated = optimise(self, step, rollout, prepared, anchors, beta=control.beta, added=added)
         self.applied += updated.applied
         self.skipped += updated.skipped
         self.grad_norm = self.grad_norm if updated.grad_norm is None else updated.grad_norm
         seen = updated.met if look is None else look
-        self._tally_kl(rollout, prepared, seen, tally)
-        sums = tally.totals()
+        self._add_kl(rollout, prepared, seen, added)
+        sums = added.totals()
         kl = sums.mean("kl") if sums.count("kl") else math.nan  # nothing counted is not a KL of 0
         rewards = reward_metrics(rollout, scored, self.reduce)
-        reading = self._reading(rollout, prepared, anchors, seen, int(sums.count("sequences")))
+        measurement = self._measurement(rollout, prepared, anchors, seen, int(sums.count("sequences")))
         if updated.applied:
-            after = self._after_update(control, step, origin, kl, reading, prepared, sums, rewards)
-        else:  # controllers count on one move a reading, and the first price waits for a batch that counts
+            after = self._after_update(control, step, origin, kl, measurement, prepared, sums, rewards)
+        else:  # controllers count on one move a measurement, and the first price waits for a batch that counts
             after = self.control.skip(kl, step=step, figures=self._watched(sums, rewards))
         self.settle()
         elsewhere = self.reference.after_step(step)  # the next batch's KL will be to another reference
         self.control = after.new_reference() if elsewhere else after
-        metrics = {**self._kl_metrics(sums, kl, control), **clamp_metrics(after, reading.share)}
+        metrics = {**self._kl_metrics(sums, kl, control), **clamp_metrics(after, measurement.share)}
         metrics |= {name: sums.mean(name) for name in sums.names() if name.startswith(("loss/", "policy/", "rollout/"))}
         metrics |= {**rewards, "policy/spread": prepared.spread}
         metrics["rollout/gap_max"] = self.largest(self.largest_gap)
@@ -147,7 +147,7 @@ class Learner:
         step: int,
         origin: dict[str, Tensor] | None,
         kl: float,
-        reading: Reading,
+        measurement: KLMeasurement,
         prepared: Prepared,
         sums: Totals,
         rewards: Mapping[str, float],
@@ -157,11 +157,11 @@ class Learner:
         control = control.before_update(kl, prepared.spread, int(sums.count("sequences")), noise=noise)
         if control.limit is None:
             return control.after_update(step=step, figures=figures)
-        own = reading.first(kl, control.far)
+        own = measurement.first(kl, control.far)
         # A step that is backtracked began at kl, not at the reference.
         began = None if origin is None or not math.isfinite(kl) else kl
         scale = self._scaler(origin)
-        return control.after_update(reading, scale, kl=own, origin_kl=began, step=step, figures=figures)
+        return control.after_update(measurement, scale, kl=own, origin_kl=began, step=step, figures=figures)
 
     def _watched(self, sums: Totals, rewards: Mapping[str, float]) -> dict[str, Any]:
         """What the monitor judges besides KL, price and effort."""
@@ -214,14 +214,14 @@ class Learner:
                 piece.put(seen.values, states.values)
         return seen
 
-    def _reading(
+    def _measurement(
         self,
         rollout: Rollout,
         prepared: Prepared,
         anchors: Anchors,
         seen: Look,
         sequences: int,
-    ) -> Reading:
+    ) -> KLMeasurement:
         """KL on the step's own tokens after the update, in the unit of the target; ``seen`` is what it was before."""
         stride = max(1, round(1 / self.config.kl.clamp_share))
         rows = torch.arange(0, len(rollout), stride, device=self.device)
@@ -232,7 +232,7 @@ class Learner:
         def now(rows: Tensor) -> Sums:
             return self._sums(self._measured(rollout, rows, prepared, anchors))
 
-        return Reading(rows, sequences // stride, before, now)
+        return KLMeasurement(rows, sequences // stride, before, now)
 
     @torch.no_grad()
     def _measured(
@@ -248,11 +248,11 @@ class Learner:
 
     def _sums(self, found: Iterable[tuple[Tensor, Tensor]]) -> Sums:
         """Sum and count over all processes of per-token KLs, in the unit of the target."""
-        tally = Tally(self.reduce)
-        tally.add("kl", torch.zeros((), device=self.device), torch.zeros((), device=self.device))
+        added = Accumulator(self.reduce)
+        added.add("kl", torch.zeros((), device=self.device), torch.zeros((), device=self.device))
         for kl, counted in found:
-            tally.add("kl", *sum_count(kl, counted, per=self.config.kl.per or "token"))
-        return Sums(*tally.totals().pairs["kl"])
+            added.add("kl", *sum_count(kl, counted, per=self.config.kl.per or "token"))
+        return Sums(*added.totals().pairs["kl"])
 
     def reference_states(self, rollout: Rollout) -> Anchors:
         """The reference's states of any part of the rollout."""
@@ -267,20 +267,20 @@ class Learner:
 
         return ReferenceCache(fresh, rollout, self.config.optim.micro_batch, agree)
 
-    def _tally_kl(self, rollout: Rollout, prepared: Prepared, seen: Look, tally: Tally) -> None:
+    def _add_kl(self, rollout: Rollout, prepared: Prepared, seen: Look, added: Accumulator) -> None:
         counted = prepared.counted
-        tally.add("kl", *sum_count(seen.kl, counted, per=self.config.kl.per or "token"))
-        tally.add("kl/ref/exact", *sum_count(seen.kl, counted))
-        tally.add("kl/ref/k1", *sum_count(e.k1(seen.logp, seen.ref_logp), counted))
-        tally.add("kl/ref/k3", *sum_count(e.k3(seen.logp, seen.ref_logp, tail=self.config.kl.tail), counted))
+        added.add("kl", *sum_count(seen.kl, counted, per=self.config.kl.per or "token"))
+        added.add("kl/ref/exact", *sum_count(seen.kl, counted))
+        added.add("kl/ref/k1", *sum_count(e.k1(seen.logp, seen.ref_logp), counted))
+        added.add("kl/ref/k3", *sum_count(e.k3(seen.logp, seen.ref_logp, tail=self.config.kl.tail), counted))
         gap = trust.gap(seen.logp, rollout.sampler_logp, counted)
-        tally.add("kl/sampler/k1", gap.k1, gap.tokens)
-        tally.add("kl/sampler/k3", gap.k3, gap.tokens)
-        tally.add("rollout/gap", gap.absolute, gap.tokens)
+        added.add("kl/sampler/k1", gap.k1, gap.tokens)
+        added.add("kl/sampler/k3", gap.k3, gap.tokens)
+        added.add("rollout/gap", gap.absolute, gap.tokens)
         self.largest_gap = gap.largest
-        tally.add("sequences", torch.zeros(()), torch.tensor(len(rollout)))
+        added.add("sequences", torch.zeros(()), torch.tensor(len(rollout)))
         for name, moment in moments(seen.kl, counted, rollout.group_size, self.config.kl.per or "token").items():
-            tally.add(name, moment, torch.ones(()))
+            added.add(name, moment, torch.ones(()))
 
     # -- plumbing ---------------------------------------------------------------------------------------------------
 

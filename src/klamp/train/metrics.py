@@ -26,7 +26,7 @@ from klamp.train.config import TrainConfig
 from klamp.train.rewards import Scored
 
 
-class Tally:
+class Accumulator:
     """Collects (sum, count) pairs; :meth:`totals` exchanges them once."""
 
     def __init__(self, reduce: Callable[[Tensor], Tensor]) -> None:
@@ -80,20 +80,20 @@ BAND = 0.2
 
 def reward_metrics(rollout: Rollout, scored: Scored, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
     """``reward/*`` and ``length/*`` over all processes, and the tokens of the step."""
-    tally = Tally(reduce)
+    added = Accumulator(reduce)
     valid = scored.valid
-    tally.add("reward/mean", scored.total[valid].double().sum(), valid.sum())
-    tally.add("square", (scored.total[valid].double() ** 2).sum(), valid.sum())
+    added.add("reward/mean", scored.total[valid].double().sum(), valid.sum())
+    added.add("square", (scored.total[valid].double() ** 2).sum(), valid.sum())
     for name, part in scored.parts.items():
-        tally.add(f"reward/{name}", part[valid].double().sum(), valid.sum())
-    tally.add("reward/failed", (~valid).sum().double(), torch.ones(()))
+        added.add(f"reward/{name}", part[valid].double().sum(), valid.sum())
+    added.add("reward/failed", (~valid).sum().double(), torch.ones(()))
     if rollout.group_size > 1:
         same = without_signal(scored.total, valid, rollout.group_size)
-        tally.add("reward/no_signal", same.sum().double(), torch.tensor(len(same)))
-    tally.add("length/mean", rollout.mask.sum().double(), torch.tensor(len(rollout)))
+        added.add("reward/no_signal", same.sum().double(), torch.tensor(len(same)))
+    added.add("length/mean", rollout.mask.sum().double(), torch.tensor(len(rollout)))
     if rollout.ended is not None:
-        tally.add("length/ended", rollout.ended.sum().double(), torch.tensor(len(rollout)))
-    sums = tally.totals()
+        added.add("length/ended", rollout.ended.sum().double(), torch.tensor(len(rollout)))
+    sums = added.totals()
     metrics = {name: sums.mean(name) for name in sums.names() if name != "square"}
     metrics["reward/std"] = math.sqrt(max(sums.mean("square") - metrics["reward/mean"] ** 2, 0.0))
     metrics["reward/failed"] = sums.total("reward/failed")

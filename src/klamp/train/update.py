@@ -28,7 +28,7 @@ from klamp.sampling.batch import Part, Rollout, parts
 from klamp.train.algorithms import Look, Prepared, algorithm_of, estimate
 from klamp.train.config import USUAL_LIMIT, CorrectionConfig, OptimConfig, TrainConfig
 from klamp.train.data import mix
-from klamp.train.metrics import Tally
+from klamp.train.metrics import Accumulator
 
 if TYPE_CHECKING:
     from klamp.train.learner import Learner
@@ -52,9 +52,16 @@ class Updated:
 
 
 def optimise(
-    learner: Learner, step: int, rollout: Rollout, prepared: Prepared, anchors: Anchors, *, beta: float, sums: Tally
+    learner: Learner,
+    step: int,
+    rollout: Rollout,
+    prepared: Prepared,
+    anchors: Anchors,
+    *,
+    beta: float,
+    added: Accumulator,
 ) -> Updated:
-    """All epochs and minibatches at the price ``beta``; the losses of the first epoch are added to ``sums``."""
+    """All epochs and minibatches at the price ``beta``; the losses of the first epoch are added to ``added``."""
     config, accelerator = learner.config, learner.accelerator
     done = Updated(Look.empty(rollout, values=False))
     for epoch in range(config.algorithm.epochs):
@@ -69,7 +76,7 @@ def optimise(
             pieces = list(parts(rollout, rows, config.optim.micro_batch))
             for i, piece in enumerate(pieces):
                 with _sync(learner, last=i + 1 == len(pieces)):
-                    told = sums if epoch == 0 else None
+                    told = added if epoch == 0 else None
                     loss, stats = _loss(learner, piece, prepared, anchors(piece), count, beta, told)
                     accelerator.backward(loss * accelerator.num_processes)
                 if epoch == 0:
@@ -94,7 +101,7 @@ def _loss(
     reference: ReferenceStates,
     count: float,
     beta: float,
-    sums: Tally | None,
+    added: Accumulator | None,
 ) -> tuple[Tensor, TokenStats]:
     """``Σ (policy + price + value) / count`` over the counted tokens of a part."""
     config, counted = learner.config, piece.of(prepared.counted)
@@ -105,32 +112,38 @@ def _loss(
     old = stats.logp.detach() if prepared.old_logp is None else piece.of(prepared.old_logp)
     policy, price, corrected = policy_term(config, piece, prepared, stats, old, beta)
     loss = policy + price
-    if sums is not None:
-        _add_losses(config, counted, stats, old, policy, price, sums)
+    if added is not None:
+        _add_losses(config, counted, stats, old, policy, price, added)
         if corrected is not None:
-            sums.add("rollout/truncated", corrected.truncated.sum(), counted.sum())
-            sums.add("rollout/left_out", (counted & ~corrected.stays).sum(), counted.sum())
+            added.add("rollout/truncated", corrected.truncated.sum(), counted.sum())
+            added.add("rollout/left_out", (counted & ~corrected.stays).sum(), counted.sum())
     if prepared.returns is not None and prepared.old_values is not None and states.values is not None:
         old_values, returns = piece.of(prepared.old_values), piece.of(prepared.returns)
         values = value_loss(states.values, old_values, returns, clip=config.algorithm.value_clip)
         value_term = select(values, counted).sum()
         loss = loss + config.algorithm.value_weight * value_term
-        if sums is not None:
-            sums.add("loss/value", value_term.detach(), counted.sum())
+        if added is not None:
+            added.add("loss/value", value_term.detach(), counted.sum())
     return loss / count, stats
 
 
 def _add_losses(
-    config: TrainConfig, counted: Tensor, stats: TokenStats, old: Tensor, policy: Tensor, price: Tensor, sums: Tally
+    config: TrainConfig,
+    counted: Tensor,
+    stats: TokenStats,
+    old: Tensor,
+    policy: Tensor,
+    price: Tensor,
+    added: Accumulator,
 ) -> None:
     """``loss/*`` and ``policy/*`` of a part."""
     logp = stats.logp.detach()
-    sums.add("loss/policy", policy.detach(), counted.sum())
-    sums.add("loss/price", price.detach(), counted.sum())
-    sums.add("policy/entropy", *sum_count(stats.entropy.detach(), counted))
+    added.add("loss/policy", policy.detach(), counted.sum())
+    added.add("loss/price", price.detach(), counted.sum())
+    added.add("policy/entropy", *sum_count(stats.entropy.detach(), counted))
     low, high = config.algorithm.clip
     ratio = (logp - old).exp()
-    sums.add("policy/clipped", *sum_count(((ratio < 1 - low) | (ratio > 1 + high)).float(), counted))
+    added.add("policy/clipped", *sum_count(((ratio < 1 - low) | (ratio > 1 + high)).float(), counted))
 
 
 def _apply(learner: Learner, step: int, done: Updated) -> None:
