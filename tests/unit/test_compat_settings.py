@@ -39,6 +39,8 @@ def test_no_field_of_klamps_own_is_refused(name: str) -> None:
         (["--algorithm.kl_ctrl.target_kl=0.1"], "--kl.target with --kl.per sequence_mean"),
         (["--max-completion-length", "64"], "--rollout.max-tokens"),
         (["--ppo_epochs", "4"], "--algorithm.epochs"),
+        (["algorithm.kl_ctrl.kl_coef=0.1"], "--kl.beta"),
+        (["+actor_rollout_ref.rollout.n=8"], "--rollout.group-size"),
     ],
 )
 def test_as_a_flag(flags: list[str], answer: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -191,11 +191,14 @@ def _refuse_switch_values(args: list[str], said: str) -> None:
 
 
 def _answer_foreign(args: list[str], said: str) -> None:
-    """Another system's name for a setting, as ``--kl.init_kl_coef``, by klamp's; tyro only says that it knows none."""
+    """Another system's name for a setting, as ``--kl.init_kl_coef``, by klamp's; tyro only says that it knows none.
+
+    verl's users write ``algorithm.kl_ctrl.kl_coef=0.1`` and ``+algorithm...``, as Hydra has it.
+    """
     from klamp.compat.settings import foreign
 
     unrecognised = re.sub(r"[│\s]+", " ", said).partition("Unrecognized options: ")[2].partition("──")[0]
-    for flag in (item.partition("=")[0] for item in args if item.startswith("--")):
+    for flag in (item.partition("=")[0] for item in args if item.startswith("--") or "=" in item):
         if re.search(rf"(?<!\S){re.escape(flag)}(?![\w.-])", unrecognised) and (answer := foreign(flag)):
             raise ConfigError(answer)
 

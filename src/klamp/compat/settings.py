@@ -106,6 +106,8 @@ FOREIGN = {
     "max_grad_norm": Foreign("TRL, ROLL", "‹optim.max_grad_norm›"),
     "per_device_train_batch_size": Foreign("TRL, ROLL", "‹optim.micro_batch›", "It changes memory, not the result."),
     "max_steps": Foreign("TRL, ROLL", "‹steps›"),
+    "num_train_epochs": Foreign("TRL", "‹steps›", "A run is counted in steps, not in passes over the prompts."),
+    "total_epochs": Foreign("verl", "‹steps›", "A run is counted in steps, not in passes over the prompts."),
     "total_steps": Foreign("trlx", "‹steps›"),
     "total_training_steps": Foreign("verl", "‹steps›"),
     "output_dir": Foreign("TRL, ROLL", "‹run›"),
@@ -134,7 +136,7 @@ def foreign(name: str, value: object = None) -> str | None:
 
     Where ``value`` is a section that klamp does not have, as trlx's ``method``, the settings inside are looked at.
     """
-    found = FOREIGN.get(name.removeprefix("--").replace("-", "_").rpartition(".")[2])
+    found = FOREIGN.get(name.lstrip("-+").replace("-", "_").rpartition(".")[2])
     if found is None:
         inside = value.items() if isinstance(value, Mapping) else ()
         return next((said for k, v in inside if (said := foreign(f"{name}.{k}", v))), None)
