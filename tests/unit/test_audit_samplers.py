@@ -55,7 +55,7 @@ def test_the_same_sampler_needs_nothing() -> None:
 def test_a_cut_keeps_a_set_that_holds_its_share() -> None:
     world = make(1, s.DRIFT)
     probability = world.table(world.policy).exp()
-    keep = s.kept(world)
+    keep = s.nucleus(world)
     held = torch.where(keep, probability, 0.0).sum(-1)
     assert (held >= s.TOP_P - 1e-12).all()
     smallest = torch.where(keep, probability, torch.inf).amin(-1)
