@@ -429,6 +429,18 @@ def test_a_missing_reference_names_those_there_are(once: Any, tmp_path: Path) ->
 # Steering and going on
 
 
+@pytest.mark.parametrize("init_beta", [None, 0.1])
+def test_hold_starts_from_the_spread_unless_a_first_price_was_set(tmp_path: Path, init_beta: float | None) -> None:
+    """0.1 is what a Hold without a spread starts at; whoever sets it gets it all the same."""
+    hold = klamp.Hold(target=0.01, per="token", init_beta=init_beta)
+
+    async def run() -> TrainResult:
+        async with LocalBackend(tmp_path) as backend:
+            return (await steps(backend, 1, controller=hold))[0]
+
+    assert (asyncio.run(run()).metrics["kl/beta"] == 0.1) == (init_beta is not None)
+
+
 def test_a_controllers_state_goes_on_over_calls_and_restarts(tmp_path: Path) -> None:
     ziegler = klamp.Ziegler(target=0.01, per="token", horizon=20)
 

@@ -91,6 +91,8 @@ class State:
 
 State.kinds["State"] = State
 S = TypeVar("S", bound=State)
+FIRST_BETA = 0.1
+"""The first price of a ``Hold`` that is told neither a spread nor a price."""
 
 
 class Controller(Protocol):
@@ -157,6 +159,8 @@ def described(controller: Controller) -> str:
     """The kind and the plain settings of a controller, the same in every process: whose state a saved state is."""
     known: tuple[Any, ...] = fields(controller) if is_dataclass(controller) else ()
     values = {f.name: getattr(controller, f.name) for f in known}
+    if values.get("init_beta", FIRST_BETA) is None:
+        values["init_beta"] = FIRST_BETA
     plain = [f"{n}={v!r}" for n, v in values.items() if v is None or isinstance(v, int | float | str | tuple | list)]
     return f"{type(controller).__name__}({', '.join(plain)})"
 
@@ -171,9 +175,9 @@ def check_controller(name: str, controller: object) -> None:
 
 
 def chosen_start(controller: Controller) -> bool:
-    """Whether a controller was made with another first price than its usual one."""
-    start = getattr(controller, "init_beta", None)
-    return start is not None and start != getattr(type(controller), "init_beta", None)
+    """Whether a controller that could start from the first batch's spread was given a first price instead."""
+    usual = getattr(type(controller), "init_beta", 0.0)
+    return usual is None and getattr(controller, "init_beta", None) is not None
 
 
 def skip(state: S, kl: float, kind: type[State] = State) -> S | None:
@@ -263,6 +267,14 @@ def _check_nats(name: str, field: str, target: object, unit: Unit) -> None:
     if isinstance(target, str | bytes | bytearray):  # float() would read it, and arithmetic later fail on it
         raise ConfigError(f"{name}.{field} must be a number, got {shown(target)}. {way_out}")
     require_number(f"{name}.{field}", target, above=0, way_out=way_out)
+
+
+def first_price(name: str, init_beta: float | None, bounds: Bounds) -> float:
+    """``init_beta``, :data:`FIRST_BETA` where it is None: a number > 0 inside the bounds."""
+    first = FIRST_BETA if init_beta is None else init_beta
+    require_number(f"{name}.init_beta", first, above=0, way_out="It is the price before the first update.")
+    check_bounds(name, bounds, around=first)
+    return first
 
 
 def check_bounds(name: str, bounds: Bounds | None, *, around: float | None = None, field: str = "init_beta") -> None:

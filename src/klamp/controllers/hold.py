@@ -80,13 +80,12 @@ class Hold:
 
     target: float | base.Target
     per: Unit | None = None
-    init_beta: float = 0.1
+    init_beta: float | None = None
     bounds: Bounds = (1e-6, 1e4)
 
     def __post_init__(self) -> None:
         base.settle_target(self)
-        require_number("Hold.init_beta", self.init_beta, above=0, way_out="It is the price before the first update.")
-        base.check_bounds("Hold", self.bounds, around=self.init_beta)
+        base.first_price("Hold", self.init_beta, self.bounds)
 
     @classmethod
     def preset(cls, name: str) -> Hold:
@@ -103,7 +102,8 @@ class Hold:
         mean number of tokens, is needed unless the target is per sequence.
         """
         if spread is None:
-            return HoldState(beta=self.init_beta, best=math.log(self.init_beta))
+            first = base.first_price("Hold", self.init_beta, self.bounds)
+            return HoldState(beta=first, best=math.log(first))
         require_number("spread", spread, at_least=0, way_out="It is the RMS spread of the advantages in a group.")
         rho = FEED_FORWARD / math.sqrt(2 * base.nats(self.target) * self._tokens(length))
         beta = clip(rho * (spread or 1.0), *self.bounds)
