@@ -279,7 +279,7 @@ class LocalBackend:
     async def close(self) -> None:
         """Let go of every model; what was trained is on disk."""
         for opened in self._opened.values():
-            opened.engine.close()
+            opened.refuse()
         if self._endpoint is not None:
             await asyncio.to_thread(self._endpoint.close)
             self._endpoint = None

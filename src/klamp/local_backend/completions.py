@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,11 @@ from safetensors.torch import load_file
 from klamp.errors import ConfigError
 from klamp.local_backend.trajectories import Choice, Message
 from klamp.references.folders import folder_of
+from klamp.sampling import vllm_server
 from klamp.sampling.merged_model import ADAPTER, MergedModel
 from klamp.sampling.sampler import Sampler
 from klamp.sampling.server_sampler import ServerSampler
-from klamp.sampling.vllm_server import Server
+from klamp.serve import engine
 from klamp.serve.engine import STEPS_IN_MEMORY, Model
 from klamp.train.config import RolloutConfig
 from klamp.train.data import mix
@@ -167,7 +169,7 @@ class Served:
                 worker.tokenizer,
                 settings,
                 encoder.context,
-                Server(self.url, key=os.environ.get("VLLM_API_KEY")),
+                vllm_server.Server(self.url, key=os.environ.get("VLLM_API_KEY")),
                 base=self.name or place.base_model,
                 adapters=place.folder / "adapters",
                 nonce=secrets.token_hex(4),
@@ -179,6 +181,30 @@ class Served:
             self.sampler.refresh(worker.step)
         self.sampler.configure(settings)
         return self.sampler
+
+    def begin(self, worker: Worker, request: engine.Request, prompt: list[int], most: int) -> Callable[[], None]:
+        """In the model's thread: the newest adapter is published. What is returned draws and tells, in any thread."""
+        ask, encoder = request.ask, worker.encoder
+        if ask.top_logprobs:
+            raise ConfigError("top_logprobs is not supported where a vLLM server samples. Leave it out.")
+        sampler = self.for_step(worker, RolloutConfig(group_size=1, max_tokens=most), [prompt])
+        version, seed = sampler.version, random.getrandbits(31) if ask.seed is None else ask.seed % 2**31
+        wanted = vllm_server.Request(
+            n=ask.n, max_tokens=most, temperature=ask.temperature, top_p=ask.top_p, end=encoder.end
+        )
+        request.tell(engine.Begun(prompt, version))
+
+        def draw() -> None:
+            [found] = sampler.complete(version, [prompt], wanted, [seed])
+            if isinstance(found, Exception):
+                raise found
+            for index, drawn in enumerate(found):
+                sequence = engine.Sequence(request, prompt, index, encoder, most)
+                for token, logp in zip(drawn.tokens, drawn.logps, strict=True):
+                    if not sequence.take(token, logp, []):
+                        break
+
+        return draw
 
     def close(self) -> None:
         """Take the adapters off the server."""

@@ -25,6 +25,8 @@ from klamp.train.config import LoraConfig
 T = TypeVar("T")
 Settings = tuple[int, float]
 """Longest answer and temperature: requests that share them are drawn in one batch."""
+ASKING = 256
+"""Requests that wait for a vLLM server side by side; each has a thread, which only waits."""
 Asked = tuple[Request, "asyncio.Future[list[Choice]]"]
 
 
@@ -58,6 +60,9 @@ class OpenModel:
         self.wanted = 0
         """Jobs that wait for the thread while the engine has it."""
         self.waiting: dict[Settings, list[Asked]] = {}
+        self.asked: set[engine.Request] = set()
+        """Requests of the endpoint's that a vLLM server answers."""
+        self.asking = concurrent.futures.ThreadPoolExecutor(ASKING, thread_name_prefix=f"klamp-{model.name}-ask")
         self.drawing: set[asyncio.Future[None]] = set()
         self.loop: asyncio.AbstractEventLoop | None = None
 
@@ -161,8 +166,47 @@ class OpenModel:
 
     def submit(self, request: engine.Request) -> None:
         """Begin a request of the endpoint's, or raise Busy or Closed."""
-        self.engine.submit(request)
-        self._decode_soon()
+        if self.place.server is not None and split_step(request.ask.model)[1] is None:
+            self._ask_server(request)
+        else:
+            self.engine.submit(request)
+            self._decode_soon()
+
+    def refuse(self) -> None:
+        """Take no more requests of the endpoint's, and tell those that wait."""
+        self.engine.close()
+        with self.lock:
+            asked, self.asked = list(self.asked), set()
+        for request in asked:
+            request.tell(engine.closed())
+        self.asking.shutdown(wait=False, cancel_futures=True)
+
+    def _ask_server(self, request: engine.Request) -> None:
+        """The newest weights through the vLLM server: the adapter is published here, all requests wait side by side."""
+        with self.lock:
+            self.engine.check_room(sum(r.ask.n for r in self.asked), request)
+            self.asked.add(request)
+
+        def begin(worker: Worker) -> None:
+            assert worker.completions.served is not None, "the model has a server"
+            draw = worker.completions.served.begin(worker, request, *self.engine.sized(request.ask))
+            self.asking.submit(lambda: self._told(request, draw))
+
+        def told(begun: concurrent.futures.Future[None]) -> None:
+            if begun.exception() is not None:
+                self._told(request, begun.result)
+
+        self._submit(begin).add_done_callback(told)
+
+    def _told(self, request: engine.Request, work: Callable[[], None]) -> None:
+        """Run ``work``, which tells of a request; whatever it raises is told too."""
+        try:
+            if not request.cancelled:
+                work()
+        except Exception as error:
+            request.tell(error)
+        with self.lock:
+            self.asked.discard(request)
 
     def _decode_soon(self) -> None:
         with self.lock:

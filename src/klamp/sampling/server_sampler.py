@@ -115,20 +115,23 @@ class ServerSampler:
         """``group_size`` completions of every prompt, in order; prompts that failed for good are left out or raise."""
         self._fits(max(map(len, prompts), default=0))
         version = self.version
-        found = self._complete(version, prompts, seeds(generator, len(prompts)))
+        found = self.complete(version, prompts, self.request, seeds(generator, len(prompts)))
         skip = self.config.on_failure == "skip"
         return replace(rollout_of(found, prompts, texts, self.tokenizer, skip=skip), version=version)
 
-    def _complete(
-        self, version: int, prompts: Sequence[Sequence[int]], seeds: Sequence[int]
+    def complete(
+        self, version: int, prompts: Sequence[Sequence[int]], request: Request, seeds: Sequence[int]
     ) -> list[list[Completion] | SamplerError]:
-        """All prompts; a server that was restarted gets the adapter again, and those that it refused once more."""
+        """All prompts, from any thread.
+
+        A server that was restarted gets the adapter again, and those prompts that it refused once more.
+        """
         name = self.adapters.name(version)
-        found = self.server.complete(name, prompts, self.request, seeds)
+        found = self.server.complete(name, prompts, request, seeds)
         lost = [n for n, drawn in enumerate(found) if isinstance(drawn, Refused) and drawn.status == 404]
         if lost:
             self.adapters.restore(version)
-            again = self.server.complete(name, [prompts[n] for n in lost], self.request, [seeds[n] for n in lost])
+            again = self.server.complete(name, [prompts[n] for n in lost], request, [seeds[n] for n in lost])
             for n, drawn in zip(lost, again, strict=True):
                 found[n] = drawn
         return found

@@ -235,13 +235,15 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Put a request into the queue, or raise Busy or Closed."""
         with self.lock:
-            if self.closed:
-                raise _closed()
-            if self.load + request.ask.n > self.limits.queue:
-                raise Busy(
-                    f"{self.load} completions wait or run, and at most {self.limits.queue} may. Ask again later."
-                )
+            self.check_room(self.load, request)
             self.waiting.append(request)
+
+    def check_room(self, load: int, request: Request) -> None:
+        """Raise Busy where ``load`` completions leave no room for a request, and Closed where nothing is taken."""
+        if self.closed:
+            raise closed()
+        if load + request.ask.n > self.limits.queue:
+            raise Busy(f"{load} completions wait or run, and at most {self.limits.queue} may. Ask again later.")
 
     def run(self, wanted: Callable[[], bool] = lambda: False) -> None:
         """Decode until nothing runs or waits; once the thread is ``wanted`` elsewhere, only what runs is finished."""
@@ -255,7 +257,7 @@ class Engine:
                         batch.step()
                 self.running = [b for b in self.running if b.rows]
                 if self.closed:
-                    self.fail(_closed())
+                    self.fail(closed())
         except BaseException as error:  # out of memory, say: whoever waits is told, and the next request starts afresh
             self.fail(error)
             if not isinstance(error, Exception):
@@ -268,7 +270,7 @@ class Engine:
             waiting = list(self.waiting)
             self.waiting.clear()
         for request in waiting:
-            request.tell(_closed())
+            request.tell(closed())
 
     def _admit(self) -> None:
         """Begin as many waiting requests as the batch has room for; they join the rows of their model."""
@@ -303,10 +305,14 @@ class Engine:
                 self.running.remove(batch)
 
     def _begun(self, request: Request) -> tuple[Any, list[Sequence]]:
-        ask, encoder = request.ask, self.models.encoder
-        model, step = self.models.weights(ask.model)
-        prompt = self._prompt(ask)
-        context = encoder.context
+        model, step = self.models.weights(request.ask.model)
+        prompt, most = self.sized(request.ask)
+        request.tell(Begun(prompt, step))
+        return model, [Sequence(request, prompt, i, self.models.encoder, most) for i in range(request.ask.n)]
+
+    def sized(self, ask: Ask) -> tuple[list[int], int]:
+        """The prompt's tokens, and how many a completion may have; a ConfigError where they do not fit."""
+        prompt, context = self._prompt(ask), self.models.encoder.context
         room = self.limits.tokens if context is None else min(self.limits.tokens, context - len(prompt))
         most = room if ask.max_tokens is None else ask.max_tokens
         if room < 1 or most > room:
@@ -316,8 +322,7 @@ class Engine:
                 f"a prompt of {len(prompt)} tokens and {said} do not fit: {allowed}, and a completion has at most "
                 f"{self.limits.tokens} tokens. Shorten the prompt or lower max_tokens."
             )
-        request.tell(Begun(prompt, step))
-        return model, [Sequence(request, prompt, i, encoder, most) for i in range(ask.n)]
+        return prompt, most
 
     def _prompt(self, ask: Ask) -> list[int]:
         encoder = self.models.encoder
@@ -345,5 +350,6 @@ class Engine:
             request.tell(error)
 
 
-def _closed() -> Closed:
+def closed() -> Closed:
+    """What is told to whoever asks an endpoint that closes."""
     return Closed("the endpoint is closing. Ask again when it is back.")
