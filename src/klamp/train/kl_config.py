@@ -36,7 +36,11 @@ TOKEN = cast(Unit, DefaultUnit("token"))
 
 @dataclass(frozen=True, kw_only=True)
 class KLConfig:
-    """How KL is measured, priced, steered and clamped."""
+    """How KL is measured, priced, steered and clamped.
+
+    ``target`` and ``per`` are two fields, and not one :class:`klamp.Target`, because flags and YAML give them one by
+    one; a target without its unit is refused, as a ``Target`` would refuse it.
+    """
 
     target: float | None = DefaultTarget(0.05)
     """KL to hold, in nats per `per`, which must be given with it. None: no target, beta stays where it is."""
