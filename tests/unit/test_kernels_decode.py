@@ -16,12 +16,24 @@ import torch
 
 pytestmark = pytest.mark.slow
 
+WINDOW = 4
+BOTH = ["sliding_attention", "full_attention"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama, one group, one key head": {"num_key_value_heads": 4},
     "qwen2": {},
     "qwen3": {},
     "mistral": {"sliding_window": None},
+    "mistral, past its window": {"sliding_window": WINDOW},
+    "qwen2, with a window": {"sliding_window": WINDOW, "use_sliding_window": True, "layer_types": BOTH},
+    "gemma2": {"sliding_window": WINDOW, "layer_types": BOTH, "attn_logit_softcapping": 2.0},
+    "gemma3_text": {
+        "sliding_window": WINDOW,
+        "layer_types": BOTH,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,
+    },
+    "gpt_oss": {"sliding_window": WINDOW, "layer_types": BOTH, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 TOKENS = 3
 
@@ -44,7 +56,7 @@ def model_of(name: str) -> Any:
 def gaps(name: str) -> dict[str, float]:
     """The largest differences between logits of steps in few kernels and by transformers' own layers."""
     from klamp.sampling.caches import StaticSteps
-    from klamp.sampling.decoder_layers import LAYERS, LayerForward
+    from klamp.sampling.decoder_layers import KINDS, LayerForward
 
     model = model_of(name)
     ids = torch.randint(40, (3, 5))
@@ -57,7 +69,7 @@ def gaps(name: str) -> dict[str, float]:
         return torch.stack([steps.step(t, live) for t in tokens])
 
     usual = run(None)
-    layers = [m for m in model.modules() if type(m).__name__ in LAYERS]
+    layers = [m for m in model.modules() if type(m).__name__ in KINDS]
     assert len(layers) == 2
     found = {}
     for packed in (False, True):
@@ -67,6 +79,10 @@ def gaps(name: str) -> dict[str, float]:
             layer.forward = LayerForward(layer, merged)
             assert (layer.forward.qkv.weight is not None) == packed
         found[f"packed {packed}"] = float((run(None) - usual).abs().max())
+    if layers[0].forward.window is not None:
+        layers[0].forward.window = None
+        found["blind"] = float((run(None) - usual).abs().max())
+        layers[0].forward.window = WINDOW
     some = run(torch.tensor([True, False, True]))
     found["ended"] = float((some - usual)[:, [0, 2]].abs().max())
     found["ended differs"] = float((some - usual)[:, 1].abs().max())
@@ -95,6 +111,8 @@ def test_a_step_in_few_kernels_is_the_layers_own(name: str, found: dict[str, dic
     gaps = found[name]
     assert gaps["packed False"] < 2e-5
     assert gaps["packed True"] < 2e-5
+    if FAMILIES[name].get("sliding_window"):
+        assert gaps["blind"] > 1e-3, "without its window the model is another"
     assert gaps["ended"] < 2e-5, "the others are as they were"
     assert gaps["ended differs"] > 1e-3, "what has ended is passed over"
     assert gaps["rewritten"] > 1e-3

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped, index"
-"""Kernels of a decoding step: rotated keys into the cache, attention over its filled part, and ``silu(g) u``.
+"""Kernels of a decoding step: rotated keys into the cache, attention over its filled part, and ``act(g) u``.
 
 Everything in a step but its matrix products is small, so that its cost is the number of kernels. Arithmetic is in
 float32, rounded once. Shapes: n sequences with one new token each, K key heads of G query heads, D numbers a head, W
@@ -21,41 +21,44 @@ COLUMNS = 64
 
 
 @triton.jit
-def _turned(x_ptr, w_ptr, cos_ptr, sin_ptr, eps, HALF: tl.constexpr, SIZE: tl.constexpr):
-    """The two halves of a head, normalised where it has a norm, rotated by the token's position."""
+def _turned(x_ptr, w_ptr, cos_ptr, sin_ptr, eps, shift, HALF: tl.constexpr, SIZE: tl.constexpr, NEXT: tl.constexpr):
+    """The two halves of a head, normalised where it has a norm, rotated by the token's position.
+
+    cos and sin of the second half are NEXT numbers behind those of the first: none, where they are given once.
+    """
     at = tl.arange(0, HALF)
     a = tl.load(x_ptr + at).to(tl.float32)
     b = tl.load(x_ptr + HALF + at).to(tl.float32)
     if w_ptr is not None:
         scale = 1.0 / tl.sqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / SIZE + eps)
-        a = a * scale * tl.load(w_ptr + at).to(tl.float32)
-        b = b * scale * tl.load(w_ptr + HALF + at).to(tl.float32)
+        a = a * scale * (tl.load(w_ptr + at).to(tl.float32) + shift)
+        b = b * scale * (tl.load(w_ptr + HALF + at).to(tl.float32) + shift)
     c = a * tl.load(cos_ptr + at).to(tl.float32) - b * tl.load(sin_ptr + at).to(tl.float32)
-    d = b * tl.load(cos_ptr + HALF + at).to(tl.float32) + a * tl.load(sin_ptr + HALF + at).to(tl.float32)
+    d = b * tl.load(cos_ptr + NEXT + at).to(tl.float32) + a * tl.load(sin_ptr + NEXT + at).to(tl.float32)
     return c, d
 
 
 @triton.jit
 def _place(
     q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, column_ptr, out_ptr, keys_ptr, values_ptr,
-    q_row, k_row, v_row, cache_row, cache_head, eps,
-    HEADS: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr,
+    q_row, k_row, v_row, cache_row, cache_head, eps, shift,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr, NEXT: tl.constexpr,
 ):  # fmt: skip
     """One program a sequence and head: a query to ``out``, a key or a value to the cache's next column."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     HALF: tl.constexpr = SIZE // 2
     at = tl.arange(0, HALF)
-    cos_ptr += row * SIZE
-    sin_ptr += row * SIZE
+    cos_ptr += row * (HALF + NEXT)
+    sin_ptr += row * (HALF + NEXT)
     if head < HEADS:
-        c, d = _turned(q_ptr + row * q_row + head * SIZE, q_norm_ptr, cos_ptr, sin_ptr, eps, HALF, SIZE)
+        c, d = _turned(q_ptr + row * q_row + head * SIZE, q_norm_ptr, cos_ptr, sin_ptr, eps, shift, HALF, SIZE, NEXT)
         out_ptr += (row * HEADS + head) * SIZE
         tl.store(out_ptr + at, c.to(out_ptr.dtype.element_ty))
         tl.store(out_ptr + HALF + at, d.to(out_ptr.dtype.element_ty))
     elif head < HEADS + KEYS:
         own = head - HEADS
-        c, d = _turned(k_ptr + row * k_row + own * SIZE, k_norm_ptr, cos_ptr, sin_ptr, eps, HALF, SIZE)
+        c, d = _turned(k_ptr + row * k_row + own * SIZE, k_norm_ptr, cos_ptr, sin_ptr, eps, shift, HALF, SIZE, NEXT)
         keys_ptr += row * cache_row + own.to(tl.int64) * cache_head + tl.load(column_ptr) * SIZE
         tl.store(keys_ptr + at, c.to(keys_ptr.dtype.element_ty))
         tl.store(keys_ptr + HALF + at, d.to(keys_ptr.dtype.element_ty))
@@ -69,14 +72,15 @@ def _place(
 
 @triton.jit
 def _attend(
-    q_ptr, keys_ptr, values_ptr, seen_ptr, live_ptr, column_ptr, out_ptr, seen_row, cache_row, cache_head, scale,
+    q_ptr, keys_ptr, values_ptr, seen_ptr, live_ptr, column_ptr, sinks_ptr, out_ptr,
+    seen_row, cache_row, cache_head, scale, cap,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-    WIDTH: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One program a sequence and key head: its query heads over the columns up to the new token's.
+    """One program a sequence and key head: its query heads over the last WINDOW columns up to the new token's, or all.
 
     A sequence that has ended is passed over: its row is 0. The interpreter cannot loop to a number that it loaded: it
-    goes over all WIDTH columns, which is 0 elsewhere.
+    goes over all WIDTH columns, which is 0 elsewhere. A sink is a score of its own beside those of the columns.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -90,16 +94,25 @@ def _attend(
     values_ptr += row * cache_row + head.to(tl.int64) * cache_head
     seen_ptr += row * seen_row
     end = tl.where(tl.load(live_ptr + row) != 0, tl.load(column_ptr) + 1, 0)
+    first = end - end
+    if WINDOW > 0:
+        first = tl.maximum(end - WINDOW, 0)
     m = tl.full([ROWS], HIDDEN, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    if sinks_ptr is not None:
+        m = tl.load(sinks_ptr + head * GROUPS + own, mask=own < GROUPS, other=0.0).to(tl.float32) * LOG2E
+        total += 1.0
     found = tl.zeros([ROWS, SIZE], tl.float32)
-    for start in tl.range(0, WIDTH if WIDTH > 0 else end, COLUMNS, num_stages=STAGES):
+    for start in tl.range(0 if WIDTH > 0 else first, WIDTH if WIDTH > 0 else end, COLUMNS, num_stages=STAGES):
         at = start + tl.arange(0, COLUMNS)
-        inside = at < end
+        inside = (at < end) & (at >= first)
         seen = tl.load(seen_ptr + at, mask=inside, other=0) != 0
         where = at[:, None] * SIZE + size[None, :]
         k = tl.load(keys_ptr + where, mask=inside[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k)) * (scale * LOG2E)
+        scores = tl.dot(q, tl.trans(k)) * scale
+        if CAPPED:
+            scores = cap * (2.0 * tl.sigmoid(2.0 * scores / cap) - 1.0)  # cap · tanh(scores / cap)
+        scores = scores * LOG2E
         scores = tl.where(seen[None, :], scores, HIDDEN)
         top = tl.maximum(m, tl.max(scores, 1))
         p = tl.where(seen[None, :], tl.exp2(scores - top[:, None]), 0.0)
@@ -113,12 +126,14 @@ def _attend(
 
 
 @triton.jit
-def _gated(g_ptr, u_ptr, out_ptr, g_row, u_row, width, BLOCK: tl.constexpr):
+def _gated(g_ptr, u_ptr, out_ptr, g_row, u_row, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(g_ptr + row * g_row + at, mask=at < width).to(tl.float32)
     u = tl.load(u_ptr + row * u_row + at, mask=at < width).to(tl.float32)
-    found = g / (1.0 + tl.exp(-g)) * u
+    # GELU by its tangent, g (1 + tanh(y)) / 2 with y = sqrt(2 / π) (g + 0.044715 g³), is g sigmoid(2 y).
+    x = 1.5957691216057308 * (g + 0.044715 * g * g * g) if GELU else g
+    found = g / (1.0 + tl.exp(-x)) * u
     tl.store(out_ptr + row * width + at, found.to(out_ptr.dtype.element_ty), mask=at < width)
 
 
@@ -126,14 +141,15 @@ def place(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    norms: tuple[Tensor | None, Tensor | None, float],
+    norms: tuple[Tensor | None, Tensor | None, float, float],
     turn: tuple[Tensor, Tensor],
     column: Tensor,
     cache: tuple[Tensor, Tensor],
 ) -> Tensor:
     """Queries [n, K G D] rotated, of ``q`` [n, K G D]; ``k`` and ``v`` [n, K D] go into ``column`` of the cache.
 
-    ``norms`` are the weights of the queries' and the keys' norms, if any, and their eps; ``turn`` cos and sin [n, D].
+    ``norms`` are the weights of the queries' and the keys' norms, if any, their eps and what is added to the weights;
+    ``turn`` cos and sin [n, D], or [n, D / 2] where the two halves are alike.
     """
     keys, values = cache
     size, key_heads = keys.shape[-1], keys.shape[1]
@@ -141,36 +157,57 @@ def place(
     out = q.new_empty(q.shape)
     _place[(len(q), heads + 2 * key_heads)](
         q, k, v, norms[0], norms[1], *turn, column, out, keys, values,
-        q.stride(0), k.stride(0), v.stride(0), keys.stride(0), keys.stride(1), norms[2],
-        HEADS=heads, KEYS=key_heads, SIZE=size, num_warps=1,
+        q.stride(0), k.stride(0), v.stride(0), keys.stride(0), keys.stride(1), norms[2], norms[3],
+        HEADS=heads, KEYS=key_heads, SIZE=size, NEXT=turn[0].shape[1] - size // 2, num_warps=1,
     )  # fmt: skip
     return out
 
 
-def attend(q: Tensor, cache: tuple[Tensor, Tensor], seen: Tensor, live: Tensor, column: Tensor, scale: float) -> Tensor:
+def attend(
+    q: Tensor,
+    cache: tuple[Tensor, Tensor],
+    seen: Tensor,
+    live: Tensor,
+    column: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention [n, K G D] of one new token a sequence over the columns up to ``column`` that it sees.
 
-    ``seen`` [n, W] and ``live`` [n] are booleans.
+    Args:
+        q: rotated queries [n, K G D].
+        cache: keys and values [n, K, W, D].
+        seen: [n, W] booleans, which columns are no padding.
+        live: [n] booleans, which sequences go on.
+        column: [1] the new token's column.
+        scale: what scores are multiplied by.
+        window: columns that are seen, the new token's included. None: all.
+        cap: scores become ``cap · tanh(score / cap)``.
+        sinks: [K G] a score of each head that takes its share of the softmax and adds nothing.
     """
     keys, values = cache
     size, key_heads = keys.shape[-1], keys.shape[1]
     groups = q.shape[1] // (size * key_heads)
     out = torch.empty_like(q)
     _attend[(len(q), key_heads)](
-        q, keys, values, seen.view(torch.uint8), live.view(torch.uint8), column, out,
-        seen.stride(0), keys.stride(0), keys.stride(1), scale,
-        GROUPS=groups, ROWS=max(16, 1 << (groups - 1).bit_length()), SIZE=size, COLUMNS=COLUMNS, STAGES=3,
+        q, keys, values, seen.view(torch.uint8), live.view(torch.uint8), column, sinks, out,
+        seen.stride(0), keys.stride(0), keys.stride(1), scale, cap or 1.0,
+        GROUPS=groups, ROWS=max(16, 1 << (groups - 1).bit_length()), SIZE=size, COLUMNS=COLUMNS,
+        STAGES=3 if size <= 128 else 2, WINDOW=window or 0, CAPPED=cap is not None,
         WIDTH=seen.shape[1] if INTERPRETED else 0, num_warps=4,
     )  # fmt: skip
     return out
 
 
-def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) · up`` of rows."""
+def gated(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
+    """``act(gate) · up`` of rows; ``activation`` is silu, or gelu by its tangent."""
     out = gate.new_empty(gate.shape)
     width = gate.shape[1]
     block = min(1024, triton.next_power_of_2(width))
     _gated[(len(gate), triton.cdiv(width, block))](
-        gate, up, out, gate.stride(0), up.stride(0), width, BLOCK=block, num_warps=4
+        gate, up, out, gate.stride(0), up.stride(0), width, GELU=activation == "gelu", BLOCK=block, num_warps=4
     )
     return out

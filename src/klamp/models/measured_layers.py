@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from klamp.models.fast_layers import QUICK, SILU, LoraForward, in_half, is_wide
-from klamp.sampling.decoder_layers import LAYERS
+from klamp.sampling.decoder_layers import LLAMAS
 from klamp.sampling.fast_modules import NormForward
 
 MAPS = (("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")), ("mlp", ("gate_proj", "up_proj", "down_proj")))
@@ -103,7 +103,7 @@ def measured_layers(model: nn.Module) -> None:
     modules: Iterable[Any] = model.modules()
     wide = is_wide(model)
     for layer in modules:
-        if type(layer).__name__ not in LAYERS or isinstance(layer.forward, MeasuredLayer):
+        if type(layer).__name__ not in LLAMAS or isinstance(layer.forward, MeasuredLayer):
             continue
         norms = (layer.input_layernorm, layer.post_attention_layernorm)
         attention, act = layer.self_attn, type(layer.mlp.act_fn).__name__

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from klamp.sampling.decoder_layers import stepped
+
 
 class Layout(NamedTuple):
     """Where the sequences of a part stand in the rows that share prompts."""
@@ -123,7 +125,9 @@ class StaticSteps:
         self.token = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.column = torch.zeros(1, dtype=torch.long, device=device)
         self.live = torch.ones(rows, dtype=torch.bool, device=device)
-        if self.one_mask:  # where a layer that keeps keys and values itself finds them
+        self.own_windows = self.one_mask or stepped(model) == len(self.cache.layers)
+        """Whether the layers look for their windows themselves in a step, so that all take what is no padding."""
+        if self.own_windows:  # where a layer that keeps keys and values itself finds them
             vars(self.cache).update(column=self.column, live=self.live)
         self.graph: Any = None
         self.captures = device.type == "cuda"
@@ -172,8 +176,8 @@ class StaticSteps:
 
     def _forward(self) -> Tensor:
         self.visible.index_fill_(1, self.column, True)
-        mask: Any = self.visible[:, None, None, :] if self.one_mask else self.visible
-        if self.added_masks:
+        mask: Any = self.visible[:, None, None, :] if self.own_windows else self.visible
+        if self.added_masks and not self.own_windows:
             mask = self._added()
         logits = self._logits(self.token, mask, self.position, self.cache)
         self.position.add_(1)

@@ -1,24 +1,48 @@
-"""A decoder layer's step for one new token a sequence in nine kernels: the Llama family, in half precision on a GPU.
+"""A decoder layer's step for one new token a sequence in few kernels: known families, in half precision on a GPU.
 
     norm · q k v (one product) · rotate, into the cache · attention over its filled part · o + residual
-    norm · gate up (one product) · silu(gate) up · down + residual
+    norm · gate up (one product) · act(gate) up · down + residual
 
-transformers' own layer takes some thirty. Its forward runs wherever this one would not be the same: more than one
-token, a cache or a mask of another kind. The maps of q, k and v, and of gate and up, share one matrix where they are
-the sampler's own, so that one product reads it.
+That is nine kernels, and eleven where attention and feed-forward have a norm behind them too (Gemma); transformers' own
+layer takes some thirty. Its forward runs wherever this one would not be the same: more than one token, or a cache of
+another kind. The maps of q, k and v, and of gate and up, share one matrix where they are the sampler's own, so that
+one product reads it. A sliding window is left to the attention kernel, so that all layers take the same mask.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+
+class Kind(NamedTuple):
+    """What a decoder layer is made of."""
+
+    shift: float = 0.0
+    """Its norms are ``(shift + w) · x / rms(x)``."""
+    behind: bool = False
+    """Whether attention and feed-forward each have a norm behind them, before the residual is added."""
+    capped: bool = False
+    """Whether scores are capped; Gemma 3 has the setting and does not use it."""
+    experts: bool = False
+    """Whether the feed-forward is the module's own, a mixture of experts for instance, that returns its scores too."""
+
+
+LLAMAS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 """Layers known to be ``x + attention(norm x)``, then ``x + down(silu(gate) up)`` of its norm, with rotary positions."""
+KINDS = {
+    **dict.fromkeys(LLAMAS, Kind()),
+    "Gemma2DecoderLayer": Kind(shift=1.0, behind=True, capped=True),
+    "Gemma3DecoderLayer": Kind(shift=1.0, behind=True),
+    "GptOssDecoderLayer": Kind(experts=True),
+}
+"""By the name of the class."""
+ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu", "PytorchGELUTanh": "gelu"}
+"""By the name of their class in transformers: ``x sigmoid(x)``, and GELU by the hyperbolic tangent."""
 PACKED = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj")))
 
 
@@ -52,16 +76,25 @@ class LayerForward:
     def __init__(self, layer: Any, merged: set[nn.Module]) -> None:
         """``merged`` are the maps whose weights are the sampler's own."""
         self.layer, self.own = layer, layer.forward
-        self.eps = float(layer.input_layernorm.variance_epsilon)
+        self.kind = KINDS[type(layer).__name__]
+        self.eps = eps_of(layer.input_layernorm)
         attention = layer.self_attn
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-        eps = 0.0 if norms[0] is None else float(norms[0].variance_epsilon)
+        eps = 0.0 if norms[0] is None else eps_of(norms[0])
         query, key = (None if n is None else n.weight for n in norms)
-        self.norms: tuple[Tensor | None, Tensor | None, float] = (query, key, eps)
-        self.qkv, self.gate_up = (Packs([getattr(getattr(layer, a), n) for n in names]) for a, names in PACKED)
-        for maps in (self.qkv, self.gate_up):
+        self.norms: tuple[Tensor | None, Tensor | None, float, float] = (query, key, eps, self.kind.shift)
+        self.window = window_of(attention)
+        self.cap: float | None = attention.attn_logit_softcapping if self.kind.capped else None
+        packs = [Packs([getattr(getattr(layer, a), n) for n in names]) for a, names in PACKED[: 1 + self.dense]]
+        for maps in packs:
             if all(m in merged and type(m) is nn.Linear for m in maps.maps):
                 maps.pack()
+        self.qkv, self.gate_up = packs[0], packs[-1]
+
+    @property
+    def dense(self) -> bool:
+        """Whether the feed-forward is gate, up and down."""
+        return not self.kind.experts
 
     def __call__(
         self,
@@ -88,9 +121,10 @@ class LayerForward:
         turn = cos.view(len(hidden_states), -1), sin.view(len(hidden_states), -1)
         kept = past_key_values.layers[self.layer.self_attn.layer_idx]
         seen = attention_mask.view(len(hidden_states), -1)
-        return self._step(hidden_states.squeeze(1), turn, (kept.keys, kept.values), seen, live, column)[:, None]
+        x = self._attended(hidden_states.squeeze(1), turn, (kept.keys, kept.values), seen, live, column)
+        return self._fed(x)[:, None]
 
-    def _step(
+    def _attended(
         self,
         x: Tensor,
         turn: tuple[Tensor, Tensor],
@@ -99,27 +133,65 @@ class LayerForward:
         live: Tensor,
         column: Tensor,
     ) -> Tensor:
+        """``x + attention(norm x)``."""
         from klamp.kernels import triton_decode
-        from klamp.kernels.triton_norm import rms_norm
+
+        layer, attention = self.layer, self.layer.self_attn
+        q, k, v = self.qkv(self._norm(x, layer.input_layernorm))
+        q = triton_decode.place(q, k, v, self.norms, turn, column, cache)
+        sinks: Tensor | None = getattr(attention, "sinks", None)
+        found = triton_decode.attend(
+            q, cache, seen, live, column, attention.scaling, window=self.window, cap=self.cap, sinks=sinks
+        )
+        return self._added(x, found, attention.o_proj, layer.post_attention_layernorm)
+
+    def _fed(self, x: Tensor) -> Tensor:
+        """``x + feedforward(norm x)``."""
+        from klamp.kernels import triton_decode
 
         layer = self.layer
-        q, k, v = self.qkv(rms_norm(x, layer.input_layernorm.weight, self.eps, 0.0))
-        q = triton_decode.place(q, k, v, self.norms, turn, column, cache)
-        found = triton_decode.attend(q, cache, seen, live, column, layer.self_attn.scaling)
-        x = added(x, found, layer.self_attn.o_proj)
-        gate, up = self.gate_up(rms_norm(x, layer.post_attention_layernorm.weight, self.eps, 0.0))
-        return added(x, triton_decode.gated(gate, up), layer.mlp.down_proj)
+        before = layer.pre_feedforward_layernorm if self.kind.behind else layer.post_attention_layernorm
+        h = self._norm(x, before)
+        if not self.dense:
+            return x.add_(layer.mlp(h[:, None])[0].squeeze(1))
+        gate, up = self.gate_up(h)
+        inner = triton_decode.gated(gate, up, ACTIVATIONS[type(layer.mlp.act_fn).__name__])
+        behind = layer.post_feedforward_layernorm if self.kind.behind else None
+        return self._added(x, inner, layer.mlp.down_proj, behind)
+
+    def _norm(self, x: Tensor, norm: Any) -> Tensor:
+        from klamp.kernels.triton_norm import rms_norm
+
+        return rms_norm(x, norm.weight, self.eps, self.kind.shift)
+
+    def _added(self, x: Tensor, y: Tensor, linear: Any, behind: Any) -> Tensor:
+        """``x + linear(y)``, the sum with the ``behind`` norm of it where the kind has one; written over x."""
+        from klamp.kernels.triton_norm import rms_norm
+
+        if self.kind.behind:
+            return rms_norm(linear(y), behind.weight, self.eps, self.kind.shift, onto=x)
+        plain = type(linear) is nn.Linear and linear.bias is None
+        return x.addmm_(y, linear.weight.t()) if plain else x.add_(linear(y))
 
 
-def added(x: Tensor, y: Tensor, linear: Any) -> Tensor:
-    """``x + linear(y)``, written over x; in one product where the map is a plain one."""
-    plain = type(linear) is nn.Linear and linear.bias is None
-    return x.addmm_(y, linear.weight.t()) if plain else x.add_(linear(y))
+def eps_of(norm: Any) -> float:
+    """The small number under a norm's root."""
+    return float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
+
+
+def window_of(attention: Any) -> int | None:
+    """Columns that a layer sees, its own included; None where it sees all. Mistral has them in its configuration."""
+    source = attention if hasattr(attention, "sliding_window") else attention.config
+    window = getattr(source, "sliding_window", None)
+    return None if window is None else int(window)
 
 
 def fits(layer: Any) -> bool:
     """Whether a layer is of a known kind, in half precision, with heads that the kernels take."""
-    if type(layer).__name__ not in LAYERS or type(layer.mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
+    kind = KINDS.get(type(layer).__name__)
+    if kind is None or not getattr(layer.self_attn, "is_causal", True):
+        return False
+    if not kind.experts and type(layer.mlp.act_fn).__name__ not in ACTIVATIONS:
         return False
     attention = layer.self_attn
     size, weight = attention.head_dim, attention.q_proj.weight
@@ -136,3 +208,9 @@ def step_layers(model: nn.Module, merged: Iterable[nn.Module]) -> int:
             layer.forward = LayerForward(layer, own)
             count += 1
     return count
+
+
+def stepped(model: nn.Module) -> int:
+    """How many decoder layers take :class:`LayerForward`."""
+    modules: Iterable[Any] = model.modules()
+    return sum(isinstance(m.forward, LayerForward) for m in modules)
