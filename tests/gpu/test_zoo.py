@@ -168,3 +168,22 @@ def test_a_merged_adapter_loses_little_more() -> None:
     print(f"\nmistral with LoRA bfloat16: rms {rms:.3f} worst {worst:.3f}; plain transformers {usual:.3f}, {most:.3f}")
     assert rms <= 2 * usual, "its weights are rounded once more"
     assert worst <= 3 * most
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(128_256, torch.bfloat16), (1000, torch.float32)])
+def test_a_token_is_drawn_in_two_kernels_with_its_log_prob(width: int, dtype: torch.dtype) -> None:
+    from klamp.kernels.triton_draw import draw
+
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(64, width, device="cuda")).to(dtype)
+    token, logp = draw(logits, 0.9, torch.Generator("cuda").manual_seed(0))
+    right = (logits.double() / 0.9).log_softmax(-1)
+    torch.testing.assert_close(logp.double(), right.gather(1, token[:, None]).squeeze(1), rtol=0, atol=1e-4)
+    again = draw(logits, 0.9, torch.Generator("cuda").manual_seed(0))
+    assert torch.equal(token, again[0])
+    assert torch.equal(logp, again[1])
+    # The log-prob of what is drawn is minus the entropy on the mean.
+    many = torch.cat([draw(logits, 0.9, torch.Generator("cuda").manual_seed(s))[1] for s in range(1, 101)])
+    entropy = -(right.exp() * right).sum(-1)
+    spread = (right.exp() * right.square()).sum(-1) - entropy.square()
+    assert abs(float(many.mean() + entropy.mean())) < 4 * float((spread.mean() / len(many)).sqrt())

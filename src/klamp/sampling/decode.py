@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from klamp.kernels import backend
 from klamp.sampling.caches import DynamicSteps, StaticSteps
 
 SLOTS = 4
@@ -99,6 +100,10 @@ class Decoder:
 
     def draw(self, logits: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """One token a row and its log-prob under the distribution it was drawn from."""
+        if self.top_p == 1 and logits.is_cuda and backend(logits.device) == "fused":
+            from klamp.kernels.triton_draw import draw
+
+            return draw(logits, self.temperature, generator)
         logp = (logits.float() / self.temperature).log_softmax(-1)
         if self.top_p < 1:
             logp = nucleus(logp, self.top_p)
