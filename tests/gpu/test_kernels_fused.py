@@ -356,10 +356,10 @@ def test_a_lead_stays_inside_its_memory() -> None:
 
 
 def test_steering_never_recompiles() -> None:
-    from klamp.kernels import triton_kernels
+    from klamp.kernels import triton_one_pass
 
     def compiled() -> int:
-        return sum(len(cache[0]) for cache in triton_kernels._one_pass.device_caches.values())
+        return sum(len(cache[0]) for cache in triton_one_pass._one_pass.device_caches.values())
 
     x = dense(256, 64, 12289, torch.bfloat16)
     loss_of(x, clip=(0.2, 0.2), old_logp=x.old_logp)

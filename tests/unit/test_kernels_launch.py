@@ -76,7 +76,7 @@ def compiled_code(kind: type) -> Any:
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module with ledgers in place of its kernels, on CPU tensors."""
-    from klamp.kernels import triton_jacobians, triton_kernels
+    from klamp.kernels import triton_kernels
     from klamp.kernels import triton_launch as module
 
     if triton_kernels.INTERPRETED or not triton_kernels.DIRECT:
@@ -84,8 +84,7 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     code = compiled_code(triton_kernels.DIRECT[0])
     for name in ("_scale", "_row_stats", "_row_gradient", "_one_pass", "_jacobians", "_combine_rows"):
         starter = getattr(module, name)
-        kernel = getattr(triton_kernels if hasattr(triton_kernels, name) else triton_jacobians, name)
-        monkeypatch.setattr(starter, "kernel", Ledger(kernel, code))
+        monkeypatch.setattr(starter, "kernel", Ledger(starter.kernel, code))
         monkeypatch.setattr(starter, "compiled", {})
     monkeypatch.setattr(module, "_usable", lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from klamp.kernels.triton_kernels import LN2, LOG2E, LOWEST, _finish, _gather, _logits, _publish, _walk
+from klamp.kernels.triton_kernels import LN2, LOG2E, LOWEST, _finish, _logits, _row_sums, _slice_of, _token_logits
 
 
 @triton.jit(
@@ -23,14 +23,10 @@ def _jacobians(
     CAPPED: tl.constexpr, PHASE: tl.constexpr,
     SLICES: tl.constexpr, STEPS: tl.constexpr, TAIL: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program a slice of a row, as :func:`~klamp.kernels.triton_kernels._one_pass`. The buffers for ``∂s/∂x``, None
-    where nobody asks, have the stride of the logits; z's and y's own may be among them.
+    """One program a slice of a row, as in :mod:`~klamp.kernels.triton_one_pass`. The buffers for ``∂s/∂x``, None where
+    nobody asks, have the stride of the logits; z's and y's own may be among them.
     """
-    number = tl.program_id(0)
-    if PHASE == 0 and SLICES > 1:
-        number = tl.atomic_add(gate_ptr + lines, 1, sem="relaxed")
-    row = number // slices
-    here = number % slices
+    row, here = _slice_of(gate_ptr, lines, slices, PHASE, SLICES)
     low = here * (STEPS * STEP)
     unit = LOG2E * (1.0 if CAPPED else rate)
     HAS_REF: tl.constexpr = y_ptr is not None
@@ -38,37 +34,16 @@ def _jacobians(
     z_ptr += shift
     if HAS_REF:
         y_ptr += shift
-    part_ptr += row.to(tl.int64) * (8 * SLICES)
     token = tl.load(tokens_ptr + row)
-    mine = (token >= low) & (token < low + STEPS * STEP) & (token < vocabulary)
-    xa = LOWEST + 0.0
-    ya = LOWEST + 0.0
-    if mine:
-        xa = _logits(z_ptr, token, stride, rate, cap, CAPPED)
-        if HAS_REF:
-            ya = _logits(y_ptr, token, stride, rate, cap, CAPPED)
+    mine, xa, ya = _token_logits(
+        z_ptr, y_ptr, token, low, low + STEPS * STEP, vocabulary, stride, stride, rate, cap, HAS_REF, CAPPED
+    )
     whole = low + STEPS * STEP <= vocabulary
-    if PHASE != 2 or SLICES == 1:
-        if whole:
-            m, s, h, u, n, t = _walk(
-                z_ptr, y_ptr, low, vocabulary, stride, stride, rate, cap, unit,
-                HAS_REF, CAPPED, STEPS, STEP, STAGES, True,
-            )  # fmt: skip
-        else:
-            m, s, h, u, n, t = _walk(
-                z_ptr, y_ptr, low, vocabulary, stride, stride, rate, cap, unit,
-                HAS_REF, CAPPED, TAIL, STEP, STAGES, False,
-            )  # fmt: skip
-    if PHASE != 2 and SLICES > 1:
-        _publish(part_ptr + 8 * here, m, s, h, u, n, t, xa, ya)
-    if PHASE == 0 and SLICES > 1:
-        tl.atomic_add(gate_ptr + row, 1, sem="release")
-        while tl.atomic_add(gate_ptr + row, 0, sem="acquire") < slices:
-            pass
+    m, s, h, u, n, t, xa, ya = _row_sums(
+        z_ptr, y_ptr, part_ptr, gate_ptr, row, here, slices, low, whole, token, xa, ya, vocabulary, stride, stride,
+        rate, cap, unit, HAS_REF, CAPPED, PHASE, SLICES, STEPS, TAIL, STEP, STAGES,
+    )  # fmt: skip
     if PHASE != 1:
-        if SLICES > 1:
-            m, s, h, u, n, t, xa, ya = _gather(part_ptr, slices, SLICES)
-        xa = tl.where((token >= 0) & (token < vocabulary), xa, float("nan"))
         _finish(out_ptr, row, lines, here == 0, xa, ya, m, s, h, u, n, t, unit, HAS_REF)
         if logp_ptr is not None:
             logp_ptr += shift

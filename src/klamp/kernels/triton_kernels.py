@@ -6,10 +6,10 @@ Matrix products stay with cuBLAS. For a row of logits z and reference logits y, 
     m = max z    s = Σ 2^(z-m)    h = Σ 2^(z-m) (z-m)    u = Σ 2^(z-m) (z-y)    and n, t: the m, s of y
     lse = m + log s      kl = u/s - (lse - lse')      entropy = log s - h/s      (z in units of log 2)
 
-A loss is one pass (:func:`_one_pass`): a program takes a slice of a row, publishes its partial sums, waits for those of
-the row's other slices, and writes the gradient over its logits, which it finds again in the second-level cache. Partial
-sums are combined in the order of the slices, so results repeat to the bit. No number that steers is a compile-time
-constant. :mod:`~klamp.kernels.triton_launch` starts these kernels.
+A loss is one pass (:mod:`~klamp.kernels.triton_one_pass`): a program takes a slice of a row, publishes its partial
+sums, waits for those of the row's other slices, and writes the gradient over its logits, which it finds again in the
+second-level cache. Partial sums are combined in the order of the slices, so results repeat to the bit. No number that
+steers is a compile-time constant. :mod:`~klamp.kernels.triton_launch` starts these kernels.
 """
 
 from __future__ import annotations
@@ -149,46 +149,67 @@ def _gather(ptr, slices, SLICES: tl.constexpr):
 
 
 @triton.jit
-def _bregman(d):
-    """``expm1(-d) + d``, by its series where the two cancel."""
-    series = 0.5 * d * d * (1.0 - d / 3.0 * (1.0 - d / 4.0 * (1.0 - d / 5.0 * (1.0 - d / 6.0 * (1.0 - d / 7.0)))))
-    return tl.where(tl.abs(d) < 0.25, series, tl.exp(-d) - 1.0 + d)
+def _slice_of(gate_ptr, lines, slices, PHASE: tl.constexpr, SLICES: tl.constexpr):
+    """The row and the slice of it that a program takes.
+
+    It takes its number when it starts, not from its place in the grid: then the programs it waits for have started too,
+    and the wait ends whatever order the hardware chose.
+    """
+    number = tl.program_id(0)
+    if PHASE == 0 and SLICES > 1:
+        number = tl.atomic_add(gate_ptr + lines, 1, sem="relaxed")
+    return number // slices, number % slices
 
 
 @triton.jit
-def _sampled(logp, ref, log_ratio, tail, FORM: tl.constexpr):
-    """Value and slope in logp of k2, k3 or weighted k3, continued linearly beyond ``tail``."""
-    d = logp - ref
-    held = tl.minimum(tl.maximum(d, -tail), tail)
-    if FORM == 1:
-        return 0.5 * held * held + held * (d - held), held
-    value = _bregman(held)
-    slope = held - value  # 1 - e^-d
-    value += slope * (d - held)
-    if FORM == 3:
-        weight = tl.exp(tl.minimum(tl.maximum(log_ratio, -tail), tail))
-        return weight * value, weight * held
-    return value, slope
+def _token_logits(
+    z_ptr, y_ptr, token, low, high, vocabulary, edge, ref_edge, rate, cap, HAS_REF: tl.constexpr, CAPPED: tl.constexpr
+):
+    """Whether the token is among columns ``low`` to ``high``, and its two logits there; LOWEST elsewhere."""
+    mine = (token >= low) & (token < high) & (token < vocabulary)
+    xa = LOWEST + 0.0
+    ya = LOWEST + 0.0
+    if mine:
+        xa = _logits(z_ptr, token, edge, rate, cap, CAPPED)
+        if HAS_REF:
+            ya = _logits(y_ptr, token, ref_edge, rate, cap, CAPPED)
+    return mine, xa, ya
 
 
 @triton.jit
-def _price(logp, ref, kl, log_ratio, advantage, extra, beta, lower, upper, tail, FORM: tl.constexpr):
-    """A row's loss and its slopes in logp and kl: ``token_loss`` of the specification."""
-    ratio = tl.exp(log_ratio)
-    free = ratio * advantage
-    clipped = tl.minimum(tl.maximum(ratio, 1.0 - lower), 1.0 + upper) * advantage
-    loss = -tl.minimum(free, clipped) - ratio * extra
-    slope = tl.where(free <= clipped, -free, 0.0) - ratio * extra
-    kl_slope = 0.0
-    if FORM > 0:
-        if FORM == 4:
-            loss += beta * kl
-            kl_slope += beta
+def _row_sums(
+    z_ptr, y_ptr, part_ptr, gate_ptr, row, here, slices, low, whole, token, xa, ya, vocabulary, edge, ref_edge,
+    rate, cap, unit,
+    HAS_REF: tl.constexpr, CAPPED: tl.constexpr, PHASE: tl.constexpr, SLICES: tl.constexpr,
+    STEPS: tl.constexpr, TAIL: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A row's (m, s, h, u, n, t) and its token's two logits: those of the slice, published, and the others' with them.
+
+    In phase 1 those of the slice alone. Masks cost a third of the sums: only the slice in which the vocabulary ends has
+    them, for its TAIL of steps.
+    """
+    part_ptr += row.to(tl.int64) * (8 * SLICES)
+    if PHASE != 2 or SLICES == 1:
+        if whole:
+            m, s, h, u, n, t = _walk(
+                z_ptr, y_ptr, low, vocabulary, edge, ref_edge, rate, cap, unit,
+                HAS_REF, CAPPED, STEPS, STEP, STAGES, True,
+            )  # fmt: skip
         else:
-            value, pull = _sampled(logp, ref, log_ratio, tail, FORM)
-            loss += beta * value
-            slope += beta * pull
-    return loss, slope, kl_slope
+            m, s, h, u, n, t = _walk(
+                z_ptr, y_ptr, low, vocabulary, edge, ref_edge, rate, cap, unit,
+                HAS_REF, CAPPED, TAIL, STEP, STAGES, False,
+            )  # fmt: skip
+    if PHASE != 2 and SLICES > 1:
+        _publish(part_ptr + 8 * here, m, s, h, u, n, t, xa, ya)
+    if PHASE == 0 and SLICES > 1:
+        tl.atomic_add(gate_ptr + row, 1, sem="release")
+        while tl.atomic_add(gate_ptr + row, 0, sem="acquire") < slices:
+            pass
+    if PHASE != 1 and SLICES > 1:
+        m, s, h, u, n, t, xa, ya = _gather(part_ptr, slices, SLICES)
+    xa = tl.where((token >= 0) & (token < vocabulary), xa, float("nan"))
+    return m, s, h, u, n, t, xa, ya
 
 
 @triton.jit
@@ -270,134 +291,3 @@ def _row_gradient(
     if CAPPED:
         g *= 1.0 - (x / cap) * (x / cap)
     tl.store(z_ptr + at, g.to(z_ptr.dtype.element_ty), mask=at < edge)
-
-
-@triton.jit(
-    do_not_specialize=["lines", "vocabulary", "slices", "above", "depth", "blocks"],
-    do_not_specialize_on_alignment=[
-        "tokens_ptr", "a_ptr", "old_ptr", "ref_ptr", "w_ptr", "x_ptr", "out_ptr", "gate_ptr"
-    ],
-)  # fmt: skip
-def _one_pass(
-    z_ptr, y_ptr, tokens_ptr, a_ptr, old_ptr, ref_ptr, w_ptr, x_ptr, knobs_ptr, out_ptr, part_ptr, gate_ptr,
-    lines, vocabulary, slices, above, depth, width, last, blocks, ref_stride, rate, cap, tail,
-    HAS_REF: tl.constexpr, CAPPED: tl.constexpr, FORM: tl.constexpr, PHASE: tl.constexpr,
-    SLICES: tl.constexpr, STEPS: tl.constexpr, TAIL: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
-    ONCE: tl.constexpr,
-):  # fmt: skip
-    """One program a slice of a row: its partial sums (phase 1), then the gradient of the row's loss over it (phase 2);
-    phase 0 is both, with a wait between them. A program takes its number when it starts, not from its place in the
-    grid: then the programs it waits for have started too, and the wait ends whatever order the hardware chose. Lines of
-    out and gate are ``lines`` apart; gate's two count the programs that have come, by row and in all.
-    """
-    number = tl.program_id(0)
-    if PHASE == 0 and SLICES > 1:
-        number = tl.atomic_add(gate_ptr + lines, 1, sem="relaxed")
-    row = number // slices
-    here = number % slices
-    low = here * (STEPS * STEP)
-    unit = LOG2E * (1.0 if CAPPED else rate)
-    z_ptr, edge = _place(z_ptr, row + above, low, depth, width, last, blocks)
-    if HAS_REF:
-        y_ptr += row.to(tl.int64) * ref_stride
-    part_ptr += row.to(tl.int64) * (8 * SLICES)
-    # All that the row's price needs is asked for now, so that nobody waits for it later.
-    token = tl.load(tokens_ptr + row)
-    advantage = tl.load(a_ptr + row)
-    extra = 0.0 if x_ptr is None else tl.load(x_ptr + row)
-    old = 0.0 if old_ptr is None else tl.load(old_ptr + row)
-    beta = tl.load(knobs_ptr) * (1.0 if w_ptr is None else tl.load(w_ptr + row))
-    lower = tl.load(knobs_ptr + 1)
-    upper = tl.load(knobs_ptr + 2)
-    xa = LOWEST + 0.0
-    ya = LOWEST + 0.0
-    if (token >= low) & (token < low + STEPS * STEP) & (token < vocabulary):
-        xa = _logits(z_ptr, token, edge, rate, cap, CAPPED)
-        if HAS_REF:
-            ya = _logits(y_ptr, token, ref_stride, rate, cap, CAPPED)
-    # Masks cost a third of the sums: only the slice in which the vocabulary ends has them, for its TAIL of steps.
-    whole = low + STEPS * STEP <= vocabulary
-    if PHASE != 2 or SLICES == 1:
-        if whole:
-            m, s, h, u, n, t = _walk(
-                z_ptr, y_ptr, low, vocabulary, edge, ref_stride, rate, cap, unit,
-                HAS_REF, CAPPED, STEPS, STEP, STAGES, True,
-            )  # fmt: skip
-        else:
-            m, s, h, u, n, t = _walk(
-                z_ptr, y_ptr, low, vocabulary, edge, ref_stride, rate, cap, unit,
-                HAS_REF, CAPPED, TAIL, STEP, STAGES, False,
-            )  # fmt: skip
-    if PHASE != 2 and SLICES > 1:
-        _publish(part_ptr + 8 * here, m, s, h, u, n, t, xa, ya)
-    if PHASE == 0 and SLICES > 1:
-        tl.atomic_add(gate_ptr + row, 1, sem="release")
-        while tl.atomic_add(gate_ptr + row, 0, sem="acquire") < slices:
-            pass
-    if PHASE != 1:
-        if SLICES > 1:
-            m, s, h, u, n, t, xa, ya = _gather(part_ptr, slices, SLICES)
-        xa = tl.where((token >= 0) & (token < vocabulary), xa, float("nan"))
-        logp, ref, kl = _finish(out_ptr, row, lines, here == 0, xa, ya, m, s, h, u, n, t, unit, HAS_REF)
-        if ref_ptr is not None:
-            ref = tl.load(ref_ptr + row)
-        log_ratio = 0.0 if old_ptr is None else logp - old
-        loss, slope, kl_slope = _price(logp, ref, kl, log_ratio, advantage, extra, beta, lower, upper, tail, FORM)
-        tl.store(out_ptr + 6 * lines + row, loss, mask=here == 0)
-        scale = rate / s
-        pull = scale * kl_slope * unit * LN2
-        level = scale * slope + pull * (u / s)
-        if whole:
-            _descend(
-                z_ptr, y_ptr, low, edge, ref_stride, rate, cap, unit, m, pull, level,
-                CAPPED, FORM, STEPS, STEP, STAGES, True, ONCE,
-            )  # fmt: skip
-        else:
-            _descend(
-                z_ptr, y_ptr, low, edge, ref_stride, rate, cap, unit, m, pull, level,
-                CAPPED, FORM, TAIL, STEP, STAGES, False, ONCE,
-            )  # fmt: skip
-        # The token's own column once more, after all the others: asking every column whether it is the one costs more.
-        tl.debug_barrier()
-        g = _slope(xa, ya, cap, unit, m, pull, level, slope * rate, CAPPED, FORM).to(z_ptr.dtype.element_ty)
-        tl.store(z_ptr + token, g, mask=(token >= low) & (token < low + STEPS * STEP) & (token < vocabulary))
-
-
-@triton.jit
-def _descend(
-    z_ptr, y_ptr, low, edge, ref_edge, rate, cap, unit, m, pull, level,
-    CAPPED: tl.constexpr, FORM: tl.constexpr, STEPS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
-    WHOLE: tl.constexpr, ONCE: tl.constexpr,
-):  # fmt: skip
-    """The gradient over the logits of a slice, but for what the token adds to its own column.
-
-    They are read again, latest first, from the second-level cache: held in registers they would leave too few programs
-    in flight to keep the memory busy.
-    """
-    for back in tl.range(0, STEPS, num_stages=STAGES):
-        at = low + (STEPS - 1 - back) * STEP + tl.arange(0, STEP)
-        x = _logits(z_ptr, at, edge, rate, cap, CAPPED, WHOLE)
-        y = _logits(y_ptr, at, ref_edge, rate, cap, CAPPED, WHOLE) if FORM == 4 else x
-        g = _slope(x, y, cap, unit, m, pull, level, 0.0, CAPPED, FORM).to(z_ptr.dtype.element_ty)
-        if WHOLE and ONCE:
-            tl.store(z_ptr + at, g, eviction_policy="evict_first")
-        elif WHOLE:
-            tl.store(z_ptr + at, g)
-        elif ONCE:
-            tl.store(z_ptr + at, g, mask=at < edge, eviction_policy="evict_first")
-        else:
-            tl.store(z_ptr + at, g, mask=at < edge)
-
-
-@triton.jit
-def _slope(x, y, cap, unit, m, pull, level, spike, CAPPED: tl.constexpr, FORM: tl.constexpr):
-    """``e (pull · (x - y) - level) + spike``, through the soft-cap where there is one."""
-    g = tl.exp2(x * unit - m)
-    if FORM == 4:
-        g *= pull * (x - y) - level
-    else:
-        g *= -level
-    g += spike
-    if CAPPED:
-        g *= 1.0 - (x / cap) * (x / cap)
-    return g

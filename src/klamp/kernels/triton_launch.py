@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from klamp.errors import ConfigError
-from klamp.kernels import triton_jacobians, triton_kernels
+from klamp.kernels import triton_jacobians, triton_kernels, triton_one_pass
 from klamp.kernels.chunking import plan, rows_at_a_time, scales, slices, width
 from klamp.kernels.tiles import Tiles
 from klamp.kernels.types import Logits, RowStats, Scaling, Sheet, Terms, Upstream
@@ -76,7 +76,7 @@ BLOCK = 4096
 _scale = Starter(triton_jacobians._scale, 8)
 _row_stats = Starter(triton_kernels._row_stats, WARPS)
 _row_gradient = Starter(triton_kernels._row_gradient, WARPS)
-_one_pass = Starter(triton_kernels._one_pass, WARPS)
+_one_pass = Starter(triton_one_pass._one_pass, WARPS)
 _jacobians = Starter(triton_jacobians._jacobians, WARPS)
 _combine_rows = Starter(triton_jacobians._combine_rows, WARPS)
 
