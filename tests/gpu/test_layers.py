@@ -40,7 +40,7 @@ def outcome(model: Any, ids: Tensor, attention: Tensor, *, half: bool) -> list[T
             model.get_base_model().model(input_ids=ids, attention_mask=attention, use_cache=False).last_hidden_state
         )
     loss = (states.float() * torch.linspace(-1, 1, states.shape[-1], device="cuda"))[attention.bool()].sum()
-    return [states.float()[attention.bool()], *torch.autograd.grad(loss, trained)]
+    return [states.detach().float()[attention.bool()], *torch.autograd.grad(loss, trained)]
 
 
 def bfloat16(model: Any) -> Any:
@@ -110,3 +110,35 @@ def test_a_measured_layer_loses_what_one_with_a_gradient_does(
     assert len(ran) == 3
     print(f"\n{family}: {mine:.3g} from float32 beside {usual:.3g}")
     assert mine <= 1.25 * usual
+
+
+def test_a_long_prompt_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of a prompt in one row, by attention with a mask: the states and gradients of whole sequences."""
+    from klamp.models import shared_prompts
+    from klamp.sampling.batch import Part
+
+    monkeypatch.setattr(fast_layers, "WIDE", 1)
+    model = bfloat16(build("llama"))
+    policy = Policy(model, value_head=False, temperature=1.0, lora=True)
+    prompts = torch.randint(3, 512, (2, 24), device="cuda").repeat_interleave(4, 0)
+    ids = torch.cat([prompts, torch.randint(3, 512, (8, 10), device="cuda")], 1)
+    attention = torch.ones_like(ids, dtype=torch.bool)
+    attention[:4, :5] = False
+    attention[2, 30:] = False
+    part = Part(torch.arange(8, device="cuda"), slice(0, 10), ids, attention, attention[:, 24:], 24)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    weights = torch.linspace(-1, 1, 256, device="cuda")
+    rows: list[int] = []
+    plain = shared_prompts.states_shared
+    monkeypatch.setattr(shared_prompts, "states_shared", lambda *a: (rows.append(len(a[2].rows)), plain(*a))[1])
+    found = {}
+    for share in (False, True):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            states = policy.states_of(model.get_base_model().model, part, share=share)
+        loss = (states.float() * weights)[part.mask].sum()
+        found[share] = [states.detach().float()[part.mask], *torch.autograd.grad(loss, trained)]
+    assert rows == [1, 2], "tried on four sequences of one prompt, then used"
+    far = [float((a - b).norm() / b.norm()) for a, b in zip(found[True], found[False], strict=True)]
+    print(f"\nlong prompts: states {far[0]:.3g}, gradients up to {max(far[1:]):.3g}")
+    assert far[0] < 0.02
+    assert max(far[1:]) < 0.05
