@@ -4,8 +4,9 @@
 
 Both tables are of real runs on tiny. In the first, every step's KL after the update is read twice, from the share that
 the clamp would take and from all sequences: root mean square of the relative difference, for the change carried to the
-whole batch (what the clamp does) and for the share's own level. In the second the same runs are made with the clamp
-reading the share and reading everything: KL against its limit, and in band, from the first entry into the band on.
+whole batch (what the clamp does) and for the share's own level; and where the clamp then scaled the displacement, for
+what a few sequences tell of it, if it was a little. In the second the same runs are made with the clamp reading the
+share and reading everything: KL against its limit, and in band, from the first entry into the band on.
 """
 
 from __future__ import annotations
@@ -54,18 +55,29 @@ def run(prompts: int, seed: int, args: argparse.Namespace) -> Iterator[dict[str,
 
 def noise(prompts: int, args: argparse.Namespace) -> dict[str, list[float]]:
     """Relative errors of readings near the limit from a share of the sequences, by what was read."""
-    found: dict[str, list[float]] = {"carried": [], "level": []}
+    found: dict[str, list[float]] = {"carried": [], "level": [], "scaled": []}
 
     def both(self: KLMeasurement, began: float, far: Any) -> float:
+        assert self.last is not None
         whole = self.now(self.rows).mean
-        rows = self.rows[:: kl_measurement.stride_of(self.sequences, kl_measurement.ENOUGH)]
-        before, after = self.before(rows).mean, self.now(rows).mean
+        self.stride = kl_measurement.stride_of(self.sequences, kl_measurement.ENOUGH)
+        rows = self.rows[:: self.stride]
+        before, after = self.before(rows).mean, self.last(rows).mean
+        self.updated, self.few = whole, self.last(self._few()).mean if self._steady(self.last(rows)) else math.nan
         if began > TARGET / 4:
             found["carried"].append(carried(began, before, after) / whole - 1)
             found["level"].append(after / whole - 1)
         return whole
 
-    with mock.patch.object(KLMeasurement, "first", both):
+    def again(self: KLMeasurement) -> float:
+        assert self.last is not None
+        whole = self.now(self.rows).mean
+        left = self.last(self._few()).mean / self.few
+        if 1 - kl_measurement.MILD <= left <= 1:
+            found["scaled"].append(self.updated * left / whole - 1)
+        return whole
+
+    with mock.patch.multiple(KLMeasurement, first=both, __call__=again):
         for seed in range(args.seeds):
             for _ in run(prompts, seed, args):
                 pass
@@ -75,7 +87,8 @@ def noise(prompts: int, args: argparse.Namespace) -> dict[str, list[float]]:
 def held(prompts: int, args: argparse.Namespace, *, full: bool) -> tuple[float, float, float, float]:
     """Largest KL over its limit and share of steps in band, the steps clamped, and the share that was measured."""
     highest, band, clamped, shares = 0.0, [], [], []
-    with mock.patch.object(kl_measurement, "SPARSE", 1 if full else kl_measurement.SPARSE):
+    sparse, mild = (1, -1.0) if full else (kl_measurement.SPARSE, kl_measurement.MILD)
+    with mock.patch.multiple(kl_measurement, SPARSE=sparse, MILD=mild):
         for seed in range(args.seeds):
             kls = []
             for metrics in run(prompts, seed, args):
@@ -103,7 +116,7 @@ def main() -> None:
         rms = {k: 100 * math.sqrt(statistics.mean([x * x for x in v] or [math.nan])) for k, v in found.items()}
         print(
             f"  {measured:3} of {8 * prompts:3} sequences, {len(found['level'])} steps: change {rms['carried']:.2f}, "
-            f"level {rms['level']:.1f}",
+            f"level {rms['level']:.1f}; {len(found['scaled'])} scaled: {rms['scaled']:.2f}",
             flush=True,
         )
     print("KL held")

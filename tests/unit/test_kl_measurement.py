@@ -59,6 +59,31 @@ def test_what_the_clamp_reads_next_is_the_same_share_carried_to_the_whole() -> N
     assert asked[-1] == [0, 4, 8, 12]
 
 
+@pytest.mark.parametrize(("sequences", "few"), [(16, [0, 4, 8, 12]), (32, [0, 8]), (64, [0])])
+def test_what_scaling_made_of_kl_is_told_by_a_few(sequences: int, few: list[int]) -> None:
+    """A displacement that is scaled by s makes s² of every sequence's KL, however they differ."""
+    reading, _ = made(1.3, sequences=sequences)
+    reading.last = reading.now
+    first = reading.first(1.0, near)
+    for s in (0.98, 0.93):
+        scaled, asked = made(1.3 * s * s)
+        reading.now = scaled.now
+        assert reading() == pytest.approx(first * s * s, rel=1e-12)
+        assert asked == [few]
+    scaled, asked = made(1.3 * 0.7)
+    reading.now = scaled.now
+    assert reading() == pytest.approx(first * 0.7, rel=0.05)
+    assert [len(rows) for rows in asked] == [len(few), 16 * reading.share], "a large fall is measured on the share"
+
+
+def test_a_few_that_count_nothing_tell_nothing() -> None:
+    reading, asked = made(1.3, sequences=64)
+    first = reading.first(1.0, near)
+    reading.last = lambda rows: Sums(0.0, 0.0)
+    assert reading() == first
+    assert asked[-1] == [0, 4, 8, 12]
+
+
 @pytest.mark.parametrize("growth", [1.9, 0.5, math.nan, math.inf])
 def test_where_kl_changed_too_much_everything_is_measured(growth: float) -> None:
     """sqrt(1.9) is more than a quarter above 1: what the share reads is a level, and not a change."""

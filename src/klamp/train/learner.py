@@ -121,7 +121,8 @@ class Learner:
         sums = added.totals()
         kl = sums.mean("kl") if sums.count("kl") else math.nan  # nothing counted is not a KL of 0
         rewards = reward_metrics(rollout, scored, self.reduce)
-        measurement = self._measurement(rollout, prepared, anchors, seen, int(sums.count("sequences")))
+        sequences = int(sums.count("sequences"))
+        measurement = self._measurement(rollout, prepared, anchors, seen, sequences, backtracks=origin is not None)
         if updated.applied:
             after = self._after_update(control, step, origin, kl, measurement, prepared, sums, rewards)
         else:  # controllers count on one move a measurement, and the first price waits for a batch that counts
@@ -221,29 +222,43 @@ class Learner:
         anchors: Anchors,
         seen: Look,
         sequences: int,
+        *,
+        backtracks: bool,
     ) -> KLMeasurement:
-        """KL on the step's own tokens after the update, in the unit of the target; ``seen`` is what it was before."""
+        """KL on the step's own tokens after the update, in the unit of the target; ``seen`` is what it was before.
+
+        ``backtracks``: the clamp scales the step, not the displacement from the reference.
+        """
         stride = max(1, round(1 / self.config.kl.clamp_share))
         rows = torch.arange(0, len(rollout), stride, device=self.device)
+        measured = torch.zeros_like(seen.kl)
 
         def before(rows: Tensor) -> Sums:
             return self._sums([(seen.kl[rows], prepared.counted[rows])])
 
         def now(rows: Tensor) -> Sums:
-            return self._sums(self._measured(rollout, rows, prepared, anchors))
+            return self._sums(self._measured(rollout, rows, prepared, anchors, measured))
 
-        return KLMeasurement(rows, sequences // stride, before, now)
+        def last(rows: Tensor) -> Sums:
+            return self._sums([(measured[rows], prepared.counted[rows])])
+
+        return KLMeasurement(rows, sequences // stride, before, now, None if backtracks else last)
 
     @torch.no_grad()
     def _measured(
-        self, rollout: Rollout, rows: Tensor, prepared: Prepared, anchors: Anchors
+        self, rollout: Rollout, rows: Tensor, prepared: Prepared, anchors: Anchors, into: Tensor | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Exact KL of the tokens of some rows under the policy as it is now, and which of them count."""
+        """Exact KL of the tokens of some rows under the policy as it is now, and which of them count.
+
+        It is written to its place in ``into`` [N, C] too.
+        """
         for piece in parts(rollout, rows, self.config.optim.micro_batch) if len(rows) else ():
             piece = replace(piece, mask=piece.of(prepared.counted))
             with self.autocast():
                 stats = self.policy.stats(piece, self.module(piece).hidden, anchors(piece))
             assert stats.kl is not None, "the learner always has a reference"
+            if into is not None:
+                piece.put(into, stats.kl)
             yield stats.kl, piece.mask
 
     def _sums(self, found: Iterable[tuple[Tensor, Tensor]]) -> Sums:
