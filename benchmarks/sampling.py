@@ -22,6 +22,7 @@ import torch
 import shapes
 from klamp.sampling.decode import Decoder
 from klamp.sampling.merged_model import MergedModel
+from train_step import kernels
 
 PROMPT = 24
 FAMILIES = ("llama", "mistral", "gemma3_text", "qwen3", "gpt_oss")
@@ -88,7 +89,7 @@ def now(args: argparse.Namespace) -> float:
 
 
 @torch.no_grad()
-def beside_limits(name: str) -> None:
+def beside_limits(name: str, only: str, *, profile: bool) -> None:
     """Seconds for 32 and 128 sequences of 256 and 1024 tokens after prompts of 12 and 512, eight to a prompt."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -101,23 +102,31 @@ def beside_limits(name: str) -> None:
     adapted = get_peft_model(model.eval(), LoraConfig(r=16, target_modules="all-linear"))
     merged = MergedModel(Policy(adapted, value_head=False, temperature=1.0, lora=True))
     for rows, tokens, prompt in itertools.product((32, 128), (256, 1024), (12, 512)):
-        decoder = Decoder(merged.model, 1.0, 1.0, (), 0, fast=True)
-        ids = torch.randint(3, shape.vocabulary, (rows // 8, prompt), device="cuda").repeat_interleave(8, 0)
-        attention, generator = torch.ones_like(ids, dtype=torch.bool), torch.Generator("cuda").manual_seed(0)
-        steps = decoder._steps(rows, prompt, tokens)
-        steps.prefill(ids, attention)
-        steps.step(ids[:, 0])  # the graph is captured
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        decoder.run(ids, attention, tokens, generator)
-        torch.cuda.synchronize()
-        took, limit = time.perf_counter() - began, shape.sampling(rows, prompt, tokens)
+        if only and f"{rows}x{tokens}" not in only.split(","):
+            continue
+        took, limit = cell(merged, shape, rows, tokens, prompt, profile), shape.sampling(rows, prompt, tokens)
         print(
             f"{name} {rows:4} x {tokens:5} after {prompt:4}: {took:7.3f} s, limit {limit:6.3f}: {took / limit:5.2f}",
             flush=True,
         )
-        del decoder, steps
         torch.cuda.empty_cache()
+
+
+def cell(merged: MergedModel, shape: shapes.Shape, rows: int, tokens: int, prompt: int, profile: bool) -> float:
+    """Seconds to sample once, after the graph was captured."""
+    decoder = Decoder(merged.model, 1.0, 1.0, (), 0, fast=True)
+    ids = torch.randint(3, shape.vocabulary, (rows // 8, prompt), device="cuda").repeat_interleave(8, 0)
+    attention, generator = torch.ones_like(ids, dtype=torch.bool), torch.Generator("cuda").manual_seed(0)
+    steps = decoder._steps(rows, prompt, tokens)
+    decoder.draw(steps.prefill(ids, attention), generator)
+    steps.step(ids[:, 0])  # the graph is captured
+    if profile:
+        kernels(lambda: decoder.run(ids, attention, tokens, generator))
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    decoder.run(ids, attention, tokens, generator)
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
 
 
 def main() -> None:
@@ -135,9 +144,11 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="time transformers' own cache too")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shape", choices=shapes.SHAPES, help="sizes of a Llama, beside the least it can take")
+    parser.add_argument("--only", default="", help="with --shape: completions x tokens, such as 128x256,32x256")
+    parser.add_argument("--profile", action="store_true", help="with --shape: print the kernels")
     args = parser.parse_args()
     if args.shape:
-        beside_limits(args.shape)
+        beside_limits(args.shape, args.only, profile=args.profile)
         return
     first = None
     for family in args.families.split(","):

@@ -24,7 +24,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,7 +33,10 @@ import torch
 
 import shapes
 from klamp import models
+from klamp.models import shared_prompts
 from klamp.sampling.batch import part
+from klamp.train import learner as learner_module
+from klamp.train import update as update_module
 from klamp.train.config import KLConfig, LoraConfig, OptimConfig, RolloutConfig, TrainConfig
 from klamp.train.loop import Trainer
 
@@ -79,9 +82,29 @@ def klamp_trainer(args: argparse.Namespace, prompts: Path, kl: KLConfig) -> Trai
             lr=args.lr, micro_batch=getattr(args, "micro_batch", 0), checkpointing=getattr(args, "checkpointing", False)
         ),
         lora=LoraConfig(rank=16, alpha=32),
+        full=getattr(args, "full", False),
         kl=kl,
     )
-    return Trainer(config, rewards=[letters], quiet=True)
+    with eight_bit() if config.full else contextlib.nullcontext():
+        return Trainer(config, rewards=[letters], quiet=True)
+
+
+@contextlib.contextmanager
+def eight_bit() -> Iterator[None]:
+    """Every weight trains, in bfloat16: torchao's AdamW keeps its moments in 8 bits and rounds at random."""
+    from torchao.optim import AdamW8bit
+
+    def adamw(policy: Any, optim: OptimConfig) -> Any:
+        groups = [{"params": list(policy.trainable().values()), "lr": optim.lr, "initial_lr": optim.lr}]
+        return AdamW8bit(groups, betas=optim.betas, weight_decay=optim.weight_decay, bf16_stochastic_round=True)
+
+    load = models.load_model
+
+    def narrow(name: str, *, dtype: torch.dtype, **named: Any) -> Any:
+        return load(name, dtype=torch.bfloat16, **named)
+
+    with mock.patch.object(models, "load_model", narrow), mock.patch.object(learner_module, "adamw", adamw):
+        yield
 
 
 def klamp_steps(args: argparse.Namespace, prompts: Path, kl: KLConfig) -> dict[str, float]:
@@ -128,9 +151,9 @@ def parts_of(trainer: Trainer, step: int, args: argparse.Namespace) -> dict[str,
     learner, sampler = trainer.learner, trainer.sampler
     places: dict[str, tuple[Any, str]] = {
         "reference": (learner.reference, "states"),
-        "forward": (learner, "_loss"),
+        "forward": (update_module, "_loss"),
         "backward": (trainer.accelerator, "backward"),
-        "optimiser": (learner, "_apply"),
+        "optimiser": (update_module, "_apply"),
         "clamp": (learner, "_after_update"),
         "merge": (sampler, "refresh"),
     }
@@ -156,30 +179,32 @@ def parts_of(trainer: Trainer, step: int, args: argparse.Namespace) -> dict[str,
 
 def profile(trainer: Trainer, step: int) -> None:
     """The kernels that take most of one sampling and of one update."""
+    print(" sampling")
+    rollout = kernels(lambda: trainer.sample(step))
+    print(" update")
+    kernels(lambda: update(trainer, step, rollout))
+
+
+def kernels(work: Callable[[], Any], most: int = 22) -> Any:
+    """What ``work`` returns; the kernels that took most of it are printed."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
-    def table(work: Callable[[], Any]) -> Any:
-        with profiler(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-            begun = now()
-            found = work()
-            print(f"  under the profiler: {now() - begun:.3f} s")
-        rows: dict[str, list[float]] = {}
-        for event in seen.events() or ():
-            if event.device_type == torch.autograd.DeviceType.CUDA:
-                row = rows.setdefault(event.name[:110], [0.0, 0])
-                row[0] += event.self_device_time_total / 1e3
-                row[1] += 1
-        total = sum(v[0] for v in rows.values())
-        print(f"  kernels: {total:.1f} ms, {sum(v[1] for v in rows.values()):.0f} of them")
-        for name, (ms, count) in sorted(rows.items(), key=lambda r: -r[1][0])[:22]:
-            print(f"  {ms:9.2f} ms {ms / total:6.1%} {count:7.0f} x {1e3 * ms / count:8.1f} us  {name}", flush=True)
-        return found
-
-    print(" sampling")
-    rollout = table(lambda: trainer.sample(step))
-    print(" update")
-    table(lambda: update(trainer, step, rollout))
+    with profiler(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        begun = now()
+        found = work()
+        print(f"  under the profiler: {now() - begun:.3f} s")
+    rows: dict[str, list[float]] = {}
+    for event in seen.events() or ():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            row = rows.setdefault(event.name[:110], [0.0, 0])
+            row[0] += event.self_device_time_total / 1e3
+            row[1] += 1
+    total = sum(v[0] for v in rows.values())
+    print(f"  kernels: {total:.1f} ms, {sum(v[1] for v in rows.values()):.0f} of them")
+    for name, (ms, count) in sorted(rows.items(), key=lambda r: -r[1][0])[:most]:
+        print(f"  {ms:9.2f} ms {ms / total:6.1%} {count:7.0f} x {1e3 * ms / count:8.1f} us  {name}", flush=True)
+    return found
 
 
 def kl_cost(trainer: Trainer, rollout: Any, args: argparse.Namespace) -> float:
@@ -291,12 +316,18 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=12, help="tokens of a prompt, with --shape")
     parser.add_argument("--micro-batch", type=int, default=0, help="sequences a forward pass; 0: all")
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--whole", action="store_true", help="compute a prompt for each of its completions")
+    parser.add_argument("--full", action="store_true", help="train every weight, with torchao's 8-bit AdamW")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step")
     parser.add_argument("--verbose", action="store_true", help="print each step")
     parser.add_argument("--rows", default="clamp,price", help="of clamp, near (the same at its limit) and price")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
-    with shapes.random_models() if args.shape else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if args.shape:
+            stack.enter_context(shapes.random_models())
+        if args.whole:
+            stack.enter_context(mock.patch.object(shared_prompts, "possible", return_value=False))
         compare(args)
 
 
