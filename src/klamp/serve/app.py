@@ -1,7 +1,4 @@
-"""The web application: OpenAI's routes in front of engines, or of another server, and the thread that uvicorn runs in.
-
-In front of another server, vLLM for instance, requests go on as they are, and streams too.
-"""
+"""The web application: OpenAI's routes in front of engines or of another server, and the thread of uvicorn."""
 
 from __future__ import annotations
 
@@ -90,6 +87,8 @@ def make_app(
         return {"status": "ok"}
 
     if forward is not None:
+        from klamp.serve.forwarding import forward_to  # which reads bodies as this module does
+
         forward_to(app, forward, limits)
     else:
         _answer_models(app, find, doors, limits=limits, always_ids=always_ids)
@@ -286,49 +285,6 @@ def _has_key(request: Request, key: str) -> bool:
 def _error(error: ApiError) -> Response:
     headers = {"retry-after": "1"} if error.status in (429, 503) else None
     return JSONResponse(error.body(), status_code=error.status, headers=headers)
-
-
-PATHS = ("models", "chat/completions", "completions")
-KEPT = ("content-type", "accept", "authorization")
-"""Headers that go on; the rest belong to this connection."""
-
-
-def forward_to(app: FastAPI, url: str, limits: Limits) -> None:
-    """Add the routes that pass requests on to ``url``, which ends in /v1."""
-    import httpx
-
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--forward {url!r} must be an address such as http://127.0.0.1:8000/v1.")
-    client = httpx.AsyncClient(base_url=url.rstrip("/") + "/", timeout=httpx.Timeout(None, connect=10.0))
-
-    async def passed_on(request: Request, path: str) -> Response:
-        headers = {name: request.headers[name] for name in KEPT if name in request.headers}
-        body = await read_body(request, limits)
-        try:
-            found = await client.send(
-                client.build_request(request.method, path, content=body, headers=headers), stream=True
-            )
-        except httpx.TransportError as error:
-            raise ApiError(f"{url} does not answer: {error or type(error).__name__}.", status=502) from None
-
-        async def pieces() -> AsyncIterator[bytes]:
-            try:
-                async for piece in found.aiter_raw():
-                    yield piece
-            finally:  # also when whoever asked has gone: the other server then stops too
-                await found.aclose()
-
-        kept = {n: v for n, v in found.headers.items() if n in ("content-type", "content-encoding", "retry-after")}
-        return StreamingResponse(pieces(), status_code=found.status_code, headers=kept)
-
-    def route(path: str) -> None:
-        async def handle(request: Request) -> Response:
-            return await passed_on(request, path)
-
-        app.add_api_route(f"/v1/{path}", handle, methods=["GET" if path == "models" else "POST"], response_model=None)
-
-    for path in PATHS:
-        route(path)
 
 
 STARTS_WITHIN = 30.0
