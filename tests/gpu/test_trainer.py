@@ -166,7 +166,7 @@ def test_the_lean_lora_is_pefts_under_autocast() -> None:
 
     trained = [p for p in model.parameters() if p.requires_grad]
     before = outcome()
-    fast_layers.lean_lora(model)
+    fast_layers.fast_lora(model)
     for ours, theirs in zip(outcome(), before, strict=True):
         # The same products rounded at the same places; s·y + x is rounded once where peft rounds twice.
         assert float((ours - theirs).norm() / theirs.norm()) < 0.01

@@ -1,4 +1,4 @@
-"""The lean forward passes give the numbers and gradients of the modules they stand in for."""
+"""The fast forward passes give the numbers and gradients of the modules they stand in for."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def outcome(made: Any) -> list[Tensor]:
 def test_lora_is_pefts(settings: dict[str, Any]) -> None:
     made = adapted(**settings)
     before = outcome(made)
-    fast_layers.lean_lora(made)
+    fast_layers.fast_lora(made)
     torch.testing.assert_close(outcome(made), before, rtol=1e-9, atol=0)
 
 
@@ -69,7 +69,7 @@ def test_lora_is_pefts(settings: dict[str, Any]) -> None:
 def test_lora_in_float32_is_pefts_but_for_the_order_of_sums(settings: dict[str, Any], rtol: float) -> None:
     made = adapted(torch.float32, **settings)
     before = outcome(made)
-    fast_layers.lean_lora(made)
+    fast_layers.fast_lora(made)
     torch.testing.assert_close(outcome(made), before, rtol=rtol, atol=1e-6 if rtol else 0)
 
 
@@ -79,13 +79,13 @@ def test_an_adapter_wider_than_its_base_is_pefts() -> None:
         if "lora_" in name:
             p.data = p.data.double()
     before = outcome(made)
-    fast_layers.lean_lora(made)
+    fast_layers.fast_lora(made)
     torch.testing.assert_close(outcome(made), before, rtol=0, atol=0)
 
 
 def test_dropout_in_training_is_pefts_business() -> None:
     made = adapted(lora_dropout=0.5).train()
-    fast_layers.lean_lora(made)
+    fast_layers.fast_lora(made)
     torch.manual_seed(3)
     ours = made(input_ids=ids()).logits
     torch.manual_seed(4)
@@ -102,7 +102,7 @@ def test_adapters_are_switched_as_peft_switches_them() -> None:
         base = made(input_ids=ids()).logits
     policy = made(input_ids=ids()).logits
     trained = {n for n, p in made.named_parameters() if p.requires_grad}
-    fast_layers.lean_lora(made)
+    fast_layers.fast_lora(made)
     layers = fast_modules.lora_layers(made)
     with fast_layers.adapter(layers, None):
         torch.testing.assert_close(made(input_ids=ids()).logits, base, rtol=1e-9, atol=1e-12)
@@ -119,7 +119,7 @@ def test_norms_are_transformers() -> None:
     for p in made.parameters():
         p.requires_grad_(True)
     before = outcome(made)
-    fast_modules.lean_norms(made)
+    fast_modules.fast_norms(made)
     norms = [m for m in made.modules() if type(m).__name__ == "LlamaRMSNorm"]
     assert all(isinstance(m.forward, fast_modules.NormForward) for m in norms)
     # transformers computes the norm in float32 whatever it is given, so float64 says nothing here.
@@ -150,7 +150,7 @@ def decoded(made: Any) -> list[Tensor]:
 def test_decoding_is_transformers() -> None:
     made = model(torch.float32)
     before = decoded(made)
-    fast_modules.lean_decoding(made)
+    fast_modules.fast_decoding(made)
     assert made.config._attn_implementation == fast_modules.GROUPED
     # Other orders of float32 sums, and norms with one rounding fewer.
     torch.testing.assert_close(decoded(made), before, rtol=1e-4, atol=1e-5)
@@ -160,13 +160,13 @@ def test_without_a_mask_of_its_own_grouped_attention_is_sdpa() -> None:
     made = model(torch.float32)
     attention = torch.tensor([[1] * 7, [0] * 2 + [1] * 5, [1] * 7])
     before = made(input_ids=ids(), attention_mask=attention).logits
-    fast_modules.lean_decoding(made)
+    fast_modules.fast_decoding(made)
     torch.testing.assert_close(made(input_ids=ids(), attention_mask=attention).logits, before, rtol=1e-4, atol=1e-5)
 
 
 def test_a_copy_of_a_lean_model_runs_on_its_own_weights() -> None:
     made = model(torch.float32)
-    fast_modules.lean_norms(made)
+    fast_modules.fast_norms(made)
     other = copy.deepcopy(made)
     with torch.no_grad():
         for p in made.parameters():

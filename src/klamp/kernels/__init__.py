@@ -95,7 +95,7 @@ def token_stats(
     scaling = Scaling(temperature, softcap, logit_scale)
     work = _work(hidden, head, tokens, (ref_hidden, ref_head, ref_logp), mask, (bias, ref_bias), scaling)
     ops, states = _ops(work.policy.hidden), work.policy.hidden
-    names = jacobians.kept(gradient_of, work)
+    names = jacobians.statistics_of(gradient_of, work)
     frozen = not head.requires_grad and (bias is None or not bias.requires_grad)
     with _no_autocast(hidden):
         if frozen and names and states.requires_grad and torch.is_grad_enabled():

@@ -28,7 +28,7 @@ from klamp.kernels.types import Ops, RowStats, Upstream, Work, cut, sheet
 STATISTICS = ("logp", "kl", "entropy")
 
 
-def kept(gradient_of: Collection[str], work: Work) -> tuple[str, ...]:
+def statistics_of(gradient_of: Collection[str], work: Work) -> tuple[str, ...]:
     """The statistics whose vectors are kept, in order; refuses names that are none."""
     for name in gradient_of:
         if name not in STATISTICS:

@@ -184,7 +184,7 @@ def _plain(layer: Any, name: str) -> bool:
     return name not in layer.lora_variant and (type(dropout) is nn.Identity or not dropout.training)
 
 
-def lean_lora(model: nn.Module) -> None:
+def fast_lora(model: nn.Module) -> None:
     """Every LoRA layer over a linear map takes :class:`LoraForward`."""
     from peft.tuners.lora import Linear
 
@@ -195,7 +195,7 @@ def lean_lora(model: nn.Module) -> None:
             layer.forward = LoraForward(layer, wide=wide)  # type: ignore[method-assign]
 
 
-def lean_layers(model: nn.Module) -> None:
+def fast_mlp_and_attention(model: nn.Module) -> None:
     """Gated feed-forwards and attention of a known kind take :class:`MlpForward` and :class:`AttentionForward`."""
     modules: Iterable[Any] = model.modules()
     for module in modules:

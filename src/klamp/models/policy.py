@@ -20,7 +20,7 @@ from klamp.models import fast_layers
 from klamp.models.measured_layers import measured_layers
 from klamp.models.shared_prompts import Backbone, inputs_of
 from klamp.sampling.batch import Part
-from klamp.sampling.fast_modules import lean_norms, lora_layers
+from klamp.sampling.fast_modules import fast_norms, lora_layers
 from klamp.sampling.merged_model import ADAPTER
 
 
@@ -72,12 +72,12 @@ class Policy(nn.Module):
     def find_layers(self) -> None:
         """Look for LoRA layers again: an adapter that is loaded later may bring some."""
         if self.lora:
-            fast_layers.lean_lora(self.model)
+            fast_layers.fast_lora(self.model)
             self.layers = lora_layers(self.model)
         if next(self.model.parameters()).device.type == "cuda":  # a CPU gains nothing, and its runs stay as recorded
-            lean_norms(self.model)
+            fast_norms(self.model)
             if fast_layers.is_wide(self.model):
-                fast_layers.lean_layers(self.model)
+                fast_layers.fast_mlp_and_attention(self.model)
             measured_layers(self.model)
 
     @property

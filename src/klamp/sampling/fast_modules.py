@@ -66,7 +66,7 @@ class WideNormForward:
         return self.kept[2]
 
 
-def lean_norms(model: nn.Module, *, rounded: bool = True, fused: bool = False) -> None:
+def fast_norms(model: nn.Module, *, rounded: bool = True, fused: bool = False) -> None:
     """Every RMSNorm of a known kind takes :class:`NormForward`, where ``rounded``, or :class:`WideNormForward`."""
     modules: Iterable[Any] = model.modules()
     for module in modules:
@@ -107,13 +107,13 @@ def grouped_attention(
     return out.reshape(rows, 1, heads, -1), None
 
 
-def lean_decoding(model: Any) -> None:
+def fast_decoding(model: Any) -> None:
     """A plain model whose attention is SDPA takes :func:`grouped_attention`; its norms take one operation each."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
     gpu = next(model.parameters()).device.type == "cuda"  # on a CPU their own norms are as fast
-    lean_norms(model, rounded=gpu, fused=gpu and backend("cuda") == "fused")
+    fast_norms(model, rounded=gpu, fused=gpu and backend("cuda") == "fused")
     if model.config._attn_implementation == "sdpa":
         AttentionInterface.register(GROUPED, grouped_attention)
         AttentionMaskInterface.register(GROUPED, sdpa_mask)

@@ -20,7 +20,7 @@ from klamp.errors import ConfigError
 from klamp.kernels import backend
 from klamp.sampling.decoder_layers import step_layers
 from klamp.sampling.families import check_decoding, check_sampled, is_fast
-from klamp.sampling.fast_modules import lean_decoding, lora_layers
+from klamp.sampling.fast_modules import fast_decoding, lora_layers
 
 ADAPTER = "default"
 """Name of the trained adapter inside the peft model."""
@@ -51,7 +51,7 @@ class MergedModel:
         if not self.fast:
             check_decoding(self.model)
         else:
-            lean_decoding(self.model)
+            fast_decoding(self.model)
             if backend(next(self.model.parameters()).device) == "fused":
                 step_layers(self.model, [linear for linear, _ in self.merged])
         self.own = dict(self.model.named_parameters())
