@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -41,6 +43,14 @@ def connect_async(url: str, key: str = "none") -> openai.AsyncOpenAI:
     """The same for many requests at once."""
     http = openai.DefaultAsyncHttpxClient(trust_env=False)
     return openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, http_client=http)
+
+
+def wait_until(true: Callable[[], object], seconds: float = 20.0) -> None:
+    """Look every millisecond; an endpoint that does not get there fails the test and does not hang it."""
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, "it did not come to that"
+        time.sleep(0.001)
 
 
 @torch.no_grad()

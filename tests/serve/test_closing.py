@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from endpoint_tools import connect_async
+from endpoint_tools import connect_async, wait_until
 
 from klamp.local_backend import LocalBackend, TrainableModel
 from klamp.serve.app import Server, make_app
@@ -88,8 +88,7 @@ def test_whoever_waits_is_told_that_the_endpoint_closes(saved: SavedModels) -> N
 def test_what_runs_is_finished_before_the_endpoint_closes(saved: SavedModels) -> None:
     server, door = opened(saved)
     thread, ends = asking(server.url, random.Random(0))
-    while not door.engine.running:
-        time.sleep(0.001)
+    wait_until(lambda: door.engine.running)
     server.close(door.close)
     thread.join(SOON)
     assert set(ends) <= {"answered", "left"}
@@ -97,7 +96,9 @@ def test_what_runs_is_finished_before_the_endpoint_closes(saved: SavedModels) ->
 
 
 @pytest.mark.slow
-def test_clients_that_do_not_read_or_do_not_ask_are_cut_off(saved: SavedModels) -> None:
+def test_clients_that_do_not_read_or_do_not_ask_are_cut_off(
+    saved: SavedModels, caplog: pytest.LogCaptureFixture
+) -> None:
     server, door = opened(saved)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
     with socket.create_connection((server.host, server.port)) as silent:
@@ -110,6 +111,7 @@ def test_clients_that_do_not_read_or_do_not_ask_are_cut_off(saved: SavedModels) 
             assert not server.thread.is_alive()
             assert half.recv(10) in (b"", b"HTTP/1.1 5")
         assert silent.recv(10) == b""
+    assert not [r for r in caplog.records if r.exc_info], "no stack is shown for a client that was cut off"
 
 
 def test_an_endpoint_leaves_the_programs_logging_alone(saved: SavedModels, tmp_path: Path) -> None:
@@ -160,8 +162,7 @@ def test_a_backend_closes_while_it_is_asked(tmp_path: Path) -> None:
             wish: dict[str, Any] = {"model": "agent", "messages": [QUESTION], "max_tokens": 200, "n": 8}
             asked = [asyncio.ensure_future(client.chat.completions.create(**wish)) for _ in range(4)]
             [one] = backend._opened.values()
-            while not one.engine.running:
-                await asyncio.sleep(0.001)
+            await asyncio.to_thread(wait_until, lambda: one.engine.running)
             began = time.monotonic()
             await backend.close()
             return time.monotonic() - began, await asyncio.gather(*asked, return_exceptions=True)

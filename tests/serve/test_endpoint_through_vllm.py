@@ -11,6 +11,7 @@ from typing import Any
 
 import openai
 import pytest
+from endpoint_tools import wait_until
 
 from klamp import models
 from klamp.local_backend import LocalBackend, TrainableModel, Trajectory, TrajectoryGroup
@@ -104,8 +105,7 @@ def test_closing_tells_whoever_waits_for_the_server(stub: Stub, url: str, tmp_pa
         async with model.openai_client().with_options(max_retries=0) as client:
             asked = client.chat.completions.create(model="agent", messages=[QUESTION], max_tokens=17)
             task = asyncio.ensure_future(asked)
-            while not any(b.get("max_tokens") == 17 for _, b in stub.asked):
-                await asyncio.sleep(0.01)
+            await asyncio.to_thread(wait_until, lambda: any(b.get("max_tokens") == 17 for _, b in stub.asked))
             began = time.monotonic()
             await backend.close()
             return time.monotonic() - began, await asyncio.gather(task, return_exceptions=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from pathlib import Path
@@ -97,3 +98,31 @@ def test_the_reference_can_be_scored_by_the_server(vllm: Vllm) -> None:
             own = model(input_ids=torch.tensor([row])).logits[0, :-1].log_softmax(-1)
         own = own.gather(-1, torch.tensor(row)[1:, None])[:, 0]
         assert torch.allclose(torch.tensor(logps), own, atol=1e-4)
+
+
+def test_clients_of_a_local_backend_are_answered_by_the_server(vllm: Vllm, tmp_path: Path) -> None:
+    """A step on what OpenAI clients were answered: the server's tokens, under the step's adapter."""
+    pytest.importorskip("openai")
+    from klamp.local_backend import LocalBackend, TrainableModel, Trajectory, TrajectoryGroup
+
+    model = TrainableModel("agent", "tests", "tiny", lora_rank=8)
+    asked: Any = {"role": "user", "content": "The coffee at this café"}
+
+    async def work() -> list[dict[str, float]]:
+        found = []
+        async with LocalBackend(tmp_path, url=vllm.url, served="tiny") as backend:
+            await model.register(backend)
+            async with model.openai_client() as client:
+                for step in range(2):
+                    wish: dict[str, Any] = {"model": "agent", "messages": [asked], "max_tokens": 12, "n": 4}
+                    answers = await asyncio.gather(*(client.chat.completions.create(**wish) for _ in range(4)))
+                    choices = [c for a in answers for c in a.choices]
+                    assert {c.step for c in choices} == {step}
+                    group = [Trajectory([asked, c], reward=-len(c.token_ids)) for c in choices]
+                    done = await backend.train(model, [TrajectoryGroup(group)], learning_rate=1e-3, clamp=False)
+                    found.append(done.metrics)
+        return found
+
+    for metrics in asyncio.run(work()):
+        assert metrics["rollout/gap_max"] <= 1e-4
+        assert metrics["data/stale"] == metrics["data/retokenised"] == 0

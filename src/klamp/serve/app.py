@@ -306,8 +306,9 @@ class Server:
         self.host, self.port = self.socket.getsockname()[:2]
         # uvicorn's own log_config would close the handlers of whoever opens an endpoint in a program of their own.
         quiet: dict[str, Any] = {"log_config": None, "log_level": logging.WARNING, "access_log": False}
-        config = uvicorn.Config(app, lifespan="off", timeout_graceful_shutdown=GRACE + 1, **quiet)
-        self.uvicorn = uvicorn.Server(config)
+        how: dict[str, Any] = {"interface": "asgi3", "lifespan": "off", "timeout_graceful_shutdown": GRACE + 1}
+        self.app = app
+        self.uvicorn = uvicorn.Server(uvicorn.Config(self._answer, **how, **quiet))
         self.thread = threading.Thread(target=self._serve, name=f"klamp-serve-{self.port}", daemon=True)
         self.thread.start()
         began = time.monotonic()
@@ -334,6 +335,13 @@ class Server:
         if self.thread.is_alive():
             logging.getLogger(__name__).warning("the endpoint at %s has not ended; its thread goes on.", self.url)
         self.socket.close()
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await self.app(scope, receive, send)
+        except asyncio.CancelledError:  # cut off as it closes: uvicorn would print the stack
+            if not self.uvicorn.should_exit:
+                raise
 
     def _serve(self) -> None:
         asyncio.run(self.uvicorn.serve(sockets=[self.socket]))
