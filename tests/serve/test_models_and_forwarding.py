@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,31 @@ def test_requests_go_on_to_another_server(tiny: Any, client: openai.OpenAI) -> N
     finally:
         server.close()
         nowhere.close()
+
+
+def test_keys_of_this_endpoint_and_of_the_server_behind_it(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behind, _ = serve("tiny", key="theirs")
+
+    def through(key: str | None) -> Server:
+        return Server(make_app(lambda _: None, list, limits=Limits(), key=key, forward=behind), "127.0.0.1", 0)
+
+    plain, own = through(None), through("ours")
+    monkeypatch.setenv("VLLM_API_KEY", "theirs")
+    knows = through("ours")
+    try:
+        with connect(plain.url, "theirs") as client:
+            assert client.models.list().data, "without a key of its own it passes the client's on"
+        with connect(own.url, "ours") as client, pytest.raises(openai.AuthenticationError):
+            client.models.list()  # its own key stays here, and it knows no other
+        with connect(knows.url, "ours") as client:
+            assert client.models.list().data
+        with connect(knows.url, "theirs") as client, pytest.raises(openai.AuthenticationError):
+            client.models.list()
+    finally:
+        for server in (plain, own, knows):
+            server.close()
 
 
 @pytest.mark.slow

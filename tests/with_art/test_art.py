@@ -78,10 +78,16 @@ def test_an_example_of_arts_runs_unchanged(tmp_path: Path) -> None:
             model=model.get_inference_name(step=0), messages=[QUESTION], max_tokens=3
         )
         assert old.choices[0].step == 0
-        await model.delete_checkpoints()
         [opened] = backend.local._opened.values()
+        async with backend.exact_adapter_lease(model, 0):
+            await model.delete_checkpoints()
+            assert 0 in backend.local.saved_steps(opened.model), "it is still asked"
+        await model.delete_checkpoints()
         left = backend.local.saved_steps(opened.model)
         assert 3 in left
+        assert 0 not in left
+        with pytest.raises(klamp.ConfigError, match="step 0 of agent is not saved"):
+            await backend.exact_adapter_lease(model, 0).__aenter__()
         assert len(left) <= 2
         lines = next((tmp_path / "logs/demo/models").glob("*/history.jsonl")).read_text().splitlines()
         history = [json.loads(line) for line in lines]

@@ -87,6 +87,7 @@ class KlampBackend:
         del in_process
         self.local = LocalBackend(Path(path) / "klamp", device=device)
         self.controller, self.defaults = controller, {**ART_TRAIN, **train}
+        self.leases: list[tuple[TrainableModel, int]] = []
 
     async def __aenter__(self) -> KlampBackend:
         return self
@@ -126,10 +127,16 @@ class KlampBackend:
 
     @contextlib.asynccontextmanager
     async def exact_adapter_lease(self, model: Any, step: int) -> AsyncIterator[None]:
-        """Every saved step is served by name as long as its files are there."""
-        if step not in self.local.saved_steps(_own(model)):
-            raise ConfigError(f"step {step} of {model.name} is not saved: {self.local.saved_steps(_own(model))}.")
-        yield
+        """A saved step that is served by name, and not deleted, for as long as the context lasts."""
+        own = _own(model)
+        if step not in self.local.saved_steps(own):
+            raise ConfigError(f"step {step} of {model.name} is not saved: {self.local.saved_steps(own)}.")
+        lease = (own, step)
+        self.leases.append(lease)
+        try:
+            yield
+        finally:
+            self.leases.remove(lease)
 
     adapter_lease = exact_adapter_lease
 
@@ -144,7 +151,9 @@ class KlampBackend:
         return await self.local.get_step(_own(model))
 
     async def _delete_checkpoint_files(self, model: Any, steps_to_keep: list[int]) -> None:
-        await self.local.delete_checkpoints(_own(model), keep=steps_to_keep)
+        own = _own(model)
+        leased = [step for leased, step in self.leases if leased == own]
+        await self.local.delete_checkpoints(own, keep=[*steps_to_keep, *leased])
 
     async def _prepare_backend_for_training(self, model: Any, config: Any = None) -> tuple[str, str]:
         server = dict((config or {}).get("server_args") or {})

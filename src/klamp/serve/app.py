@@ -89,7 +89,7 @@ def make_app(
     if forward is not None:
         from klamp.serve.forwarding import forward_to  # which reads bodies as this module does
 
-        forward_to(app, forward, limits)
+        forward_to(app, forward, limits, own_key=key is not None)
     else:
         _answer_models(app, find, doors, limits=limits, always_ids=always_ids)
     return app

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 
 from fastapi import FastAPI, Request, Response
@@ -13,20 +14,27 @@ from klamp.serve.engine import Limits
 from klamp.serve.openai_api import ApiError
 
 PATHS = ("models", "chat/completions", "completions")
-KEPT = ("content-type", "accept", "authorization")
+KEPT = ("content-type", "accept")
 """Headers that go on; the rest belong to this connection."""
 
 
-def forward_to(app: FastAPI, url: str, limits: Limits) -> None:
-    """Add the routes that pass requests on to ``url``, which ends in /v1."""
+def forward_to(app: FastAPI, url: str, limits: Limits, *, own_key: bool = False) -> None:
+    """Add the routes that pass requests on to ``url``, which ends in /v1.
+
+    The server there gets VLLM_API_KEY where that is set, or else the client's key, unless that is ours (``own_key``).
+    """
     import httpx
 
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--forward {url!r} must be an address such as http://127.0.0.1:8000/v1.")
+    theirs = os.environ.get("VLLM_API_KEY")
     client = httpx.AsyncClient(base_url=url.rstrip("/") + "/", timeout=httpx.Timeout(None, connect=10.0))
 
     async def passed_on(request: Request, path: str) -> Response:
-        headers = {name: request.headers[name] for name in KEPT if name in request.headers}
+        passed = KEPT if theirs or own_key else (*KEPT, "authorization")
+        headers = {name: request.headers[name] for name in passed if name in request.headers}
+        if theirs:
+            headers["authorization"] = f"Bearer {theirs}"
         body = await read_body(request, limits)
         try:
             found = await client.send(
