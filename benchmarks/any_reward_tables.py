@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 import many_rewards
-from klamp.results.figures import student
+from klamp.results.statistics import student
 
 TARGET, LIMIT = 0.05, 1.1
 Row = dict[str, Any]

@@ -40,6 +40,8 @@ ADVICE = {
 }
 """What to do about each kind of alarm in a loop of one's own; ``Monitor(advice=...)`` has other words for it."""
 
+BAND = 0.2
+"""How far from its target, relative to it, KL is still in its band."""
 CLEAR = 0.8
 """A raised alarm is armed again once its figure is back inside this share of the line it crossed."""
 
@@ -200,7 +202,7 @@ class Monitor:
         """Share of the window's steps within 20 % of the target; None without a target or a step."""
         if self.target is None or not self.window:
             return None
-        return fmean(abs(r["kl"] / self.target - 1) <= 0.2 for r in self.window)
+        return fmean(abs(r["kl"] / self.target - 1) <= BAND for r in self.window)
 
     def mean(self, key: str = "kl") -> float | None:
         """Mean of ``key`` over the window; None when it was never recorded."""

@@ -24,7 +24,7 @@ LAYERS = [
     {"control_state"},
     {"control"},
     # what is built on it
-    {"compat"},
+    {"compat", "progress"},
     {"config_io"},
     {"audit", "sampling"},
     {"models"},

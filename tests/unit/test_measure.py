@@ -18,10 +18,10 @@ import torch
 from klamp import models
 from klamp.errors import ConfigError
 from klamp.measure import Measurement, measure_kl
-from klamp.measure.figures import Ratio, total
 from klamp.measure.page import headline, page, show
 from klamp.measure.run import Store
-from klamp.results.figures import student
+from klamp.measure.statistics import Ratio, total
+from klamp.results.statistics import student
 
 PROMPTS = ["The coffee", "The movie", "My new phone", "The hotel", "This book", "The park"]
 

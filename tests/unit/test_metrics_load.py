@@ -15,7 +15,7 @@ import pytest
 from klamp.errors import ConfigError
 from klamp.report.view import View, chart_data, make_arm
 from klamp.results import records
-from klamp.results.figures import figures
+from klamp.results.statistics import figures
 from klamp.train.run_folder import RunFolder
 
 STEPS, SPIKE = 50_000, 31_234

@@ -19,16 +19,16 @@ from klamp.report import page as page_module
 from klamp.report import write_runs
 from klamp.report.page import embed, escape, render, visible
 from klamp.report.view import LOOKS, View, curve, make_arm
-from klamp.results.figures import figures
 from klamp.results.records import Record, Series
+from klamp.results.statistics import figures
 
-real_plotly = page_module.packed_plotly
+real_plotly = page_module.zipped_plotly
 
 
 @pytest.fixture(autouse=True)
 def without_plotly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two megabytes that no test but one looks at."""
-    monkeypatch.setattr(page_module, "packed_plotly", lambda: "")
+    monkeypatch.setattr(page_module, "zipped_plotly", lambda: "")
 
 
 TEXT = st.text(st.characters(), max_size=60)  # surrogates and controls included
@@ -118,7 +118,7 @@ def test_hostile_text_anywhere_adds_no_element_and_no_handler(text: str) -> None
 
 
 def test_the_page_asks_nobody_for_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_module, "packed_plotly", real_plotly)
+    monkeypatch.setattr(page_module, "zipped_plotly", real_plotly)
     page = render(view("plain"))
     tags = Tags(page).found
     assert not [a for t, a in tags if "src" in a or (t == "link" and a.get("href") != "data:,")]

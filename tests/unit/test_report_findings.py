@@ -20,7 +20,7 @@ from klamp.results import records
 @pytest.fixture(autouse=True)
 def without_plotly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two megabytes that no test here looks at."""
-    monkeypatch.setattr(page_module, "packed_plotly", lambda: "")
+    monkeypatch.setattr(page_module, "zipped_plotly", lambda: "")
 
 
 def write(

@@ -12,10 +12,11 @@ import torch
 
 from klamp.config_io import fields_of
 from klamp.monitor import ADVICE, Alarm, Monitor
+from klamp.progress import Display, place
 from klamp.train.config import KLConfig, TrainConfig
 from klamp.train.kl_config import advice
 from klamp.train.loop import Trainer
-from klamp.train.metrics import Display, place, without_signal
+from klamp.train.metrics import without_signal
 
 SETTINGS = [
     KLConfig(),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from klamp.errors import ConfigError
-from klamp.experiments.progress import Lines
+from klamp.progress import Lines
 
 if TYPE_CHECKING:
     from klamp.measure.run import Measurement

@@ -18,11 +18,11 @@ from klamp.config_io import UsualCount, left_out
 from klamp.errors import ConfigError, require_number, unknown
 from klamp.experiments import runner, worker
 from klamp.experiments.folder import Folder, read_settings
-from klamp.experiments.progress import Progress
 from klamp.experiments.worker import Job
 from klamp.masked import Unit, check_unit
+from klamp.progress import Progress
 from klamp.results import records
-from klamp.results.figures import ADAPTIVE, Comparison, figures
+from klamp.results.statistics import ADAPTIVE, Comparison, figures
 from klamp.train import data, rewards
 from klamp.train.config import (
     AlgorithmConfig,

@@ -24,8 +24,8 @@ from types import FrameType
 from typing import Any
 
 from klamp.errors import ConfigError, ExperimentError, require_number
-from klamp.experiments.progress import Progress
 from klamp.experiments.worker import Job
+from klamp.progress import Progress
 
 PATIENCE = 60.0
 """Seconds that processes are given to finish their step when asked to stop."""

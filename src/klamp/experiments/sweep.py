@@ -13,11 +13,11 @@ from klamp.config_io import from_yaml
 from klamp.errors import ConfigError, require_number
 from klamp.experiments import runner, sweep_grammar, worker
 from klamp.experiments.folder import Folder
-from klamp.experiments.progress import Progress
 from klamp.experiments.sweep_grammar import unused
 from klamp.experiments.worker import Job
+from klamp.progress import Progress
 from klamp.results import records
-from klamp.results.figures import Figures, figures
+from klamp.results.statistics import Figures, figures
 from klamp.results.verdict import number
 from klamp.train import data
 from klamp.train.config import KLConfig, TrainConfig

@@ -23,7 +23,7 @@ from klamp.integrations import trl_checks as checks
 from klamp.integrations.trl_checks import Reminder, calling_trainer, controller_of, remind
 from klamp.integrations.trl_tokens import Inputs, OwnKL, Recorder, Trainer, counted, policy_of, reduce
 from klamp.masked import Unit
-from klamp.monitor import Alarm, Monitor, logger
+from klamp.monitor import BAND, Alarm, Monitor, logger
 
 SAVED = "klamp.KLControl"
 """The key of klamp's state in ``trainer_state.json``. It names no callback class on purpose: with
@@ -287,7 +287,7 @@ class KLControl(TrainerCallback):
             alarms = [*self.control.alarms, *self._own_alarms(at, kl, clamped)]
             figures |= {"kl": kl, "alarms": float(len(alarms))} | {f"alarm/{a.kind}": 1.0 for a in alarms}
             if self.target is not None:
-                figures["in_band"] = float(abs(kl / self.target - 1) <= 0.2)
+                figures["in_band"] = float(abs(kl / self.target - 1) <= BAND)
         for name, value in figures.items():
             self.trainer._metrics["train"][f"klamp/{name}"].append(value)
 

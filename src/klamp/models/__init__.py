@@ -20,12 +20,12 @@ import torch
 
 from klamp.chat import Prompt, problem
 from klamp.errors import ConfigError, shown, unknown
+from klamp.models.defaults import USUAL as USUAL
+from klamp.models.defaults import Usual as Usual
+from klamp.models.defaults import usual as usual
 from klamp.models.fetch import HUB_ID, cached, smollm2
 from klamp.models.fetch import _quiet as _quiet
 from klamp.models.fetch import canonical as canonical
-from klamp.models.usual import USUAL as USUAL
-from klamp.models.usual import Usual as Usual
-from klamp.models.usual import usual as usual
 
 BUILTIN = ("tiny", "smollm2", "smollm2-q4")
 """Names that need neither a folder nor a Hub id."""

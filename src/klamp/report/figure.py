@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+from klamp.monitor import BAND
 from klamp.report.page import visible
 from klamp.report.view import FAR, Arm, View, chart_data
-from klamp.results.figures import BAND
 
 DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-.", "longdash": (0, (8, 3))}
 PANELS = (("reward", "reward"), ("kl", "KL"), ("beta", "beta"), ("perplexity", "held-out perplexity"))

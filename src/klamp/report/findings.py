@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from statistics import fmean, stdev
 from typing import Any
 
+from klamp.monitor import BAND
 from klamp.report.view import SMOOTH, Arm
-from klamp.results.figures import BAND, Figures
 from klamp.results.records import Record
+from klamp.results.statistics import Figures
 from klamp.results.verdict import percent
 
 FEW = 4

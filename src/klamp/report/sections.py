@@ -9,8 +9,8 @@ from importlib import metadata
 from typing import Any
 
 from klamp import __version__
+from klamp.monitor import BAND
 from klamp.report.view import Arm, View
-from klamp.results.figures import BAND
 from klamp.results.records import MOST_ALARMS, Record
 from klamp.results.verdict import NOTHING, cells
 

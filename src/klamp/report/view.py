@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from klamp.results.figures import BAND, Figures, Interval, figures, interval, late_of
+from klamp.monitor import BAND
 from klamp.results.records import Record, Series, Stretch
+from klamp.results.statistics import Figures, Interval, figures, interval, late_of
 
 SMOOTH = 5
 """Steps over which rewards are averaged before they are drawn."""

@@ -16,8 +16,8 @@ from klamp.report import figure, findings
 from klamp.report.page import render
 from klamp.report.view import View, make_arm
 from klamp.results import records, verdict
-from klamp.results.figures import ORACLE, Comparison
 from klamp.results.records import Record
+from klamp.results.statistics import ORACLE, Comparison
 from klamp.train.run_folder import atomic_text
 
 METRICS = "metrics.jsonl"

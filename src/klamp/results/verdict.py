@@ -9,17 +9,8 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from klamp.results.figures import (
-    ADAPTIVE,
-    BAND,
-    ORACLE,
-    Comparison,
-    Figures,
-    Interval,
-    at_equal_kl,
-    paired,
-    paired_ratio,
-)
+from klamp.monitor import BAND
+from klamp.results.statistics import ADAPTIVE, ORACLE, Comparison, Figures, Interval, at_equal_kl, paired, paired_ratio
 
 DEGRADED = 1.25
 """Held-out perplexity, in the reference's, above which a policy's English has suffered."""

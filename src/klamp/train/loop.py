@@ -21,6 +21,7 @@ import torch
 from klamp import models
 from klamp.chat import as_text
 from klamp.errors import ConfigError, KlampError, TrainingError
+from klamp.progress import Display, opening
 from klamp.references import parse
 from klamp.references.states import check_reference
 from klamp.sampling.batch import Rollout
@@ -30,7 +31,7 @@ from klamp.train import checkpoint, data
 from klamp.train.config import TrainConfig
 from klamp.train.launch import build_policy, check_tracker, make_accelerator, make_sampler
 from klamp.train.learner import Learner, Outcome
-from klamp.train.metrics import Clock, Display, opening
+from klamp.train.metrics import Clock
 from klamp.train.preflight import preflight
 from klamp.train.rewards import RewardFunction, Scorer
 from klamp.train.run_folder import Changes, RunFolder

@@ -1,28 +1,19 @@
-"""The metrics of a step: sums and counts, reduced over all processes at once, and what a run shows of them.
-
-A run shows a live line in a terminal, plain lines elsewhere.
-"""
+"""The metrics of a step: sums and counts, reduced over all processes at once, and what follows from them."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
-import sys
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from klamp.control import Control
 from klamp.masked import select
-from klamp.monitor import Alarm
+from klamp.monitor import BAND
 from klamp.sampling.batch import Rollout
-from klamp.train.config import TrainConfig
 from klamp.train.rewards import Scored
 
 
@@ -72,10 +63,6 @@ class Totals:
     def count(self, name: str) -> float:
         """The count."""
         return self.pairs.get(name, (0.0, 0.0))[1]
-
-
-BAND = 0.2
-"""How far from its target, relative to it, KL is still in its band."""
 
 
 def reward_metrics(rollout: Rollout, scored: Scored, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
@@ -158,102 +145,3 @@ class Clock:
             "time/step": total,
             "time/tokens_per_second": tokens / total,
         }
-
-
-RECENT = 5
-"""Steps whose mean a KL below its band must exceed to be on its way there: one step alone is noise."""
-
-
-class Display:
-    """Progress of a run. ``quiet`` shows nothing: for ranks other than the first, and for callers of the library."""
-
-    def __init__(self, steps: int, *, quiet: bool = False) -> None:
-        self.steps, self.quiet = steps, quiet
-        self.terminal = sys.stderr.isatty() and not quiet
-        self.progress: Any = None
-        self.task: Any = None
-        self.begun = time.monotonic()
-        self.first: int | None = None
-        self.recent: deque[float] = deque(maxlen=RECENT)
-        self.alarms: Counter[str] = Counter()
-        if not quiet:  # alarms are shown here; without a handler of its own logging would show them once more
-            logging.getLogger("klamp").addHandler(logging.NullHandler())
-
-    @contextlib.contextmanager
-    def live(self, done: int) -> Iterator[None]:
-        """Show progress until the block ends; ``done`` steps were done before."""
-        self.first = done
-        if not self.terminal:
-            yield
-            return
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (MofNCompleteColumn(), BarColumn(20), TextColumn("{task.description}"), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True)) as self.progress:
-            self.task = self.progress.add_task("starting", total=self.steps, completed=done)
-            yield
-
-    def say(self, text: str) -> None:
-        """One line about the run itself."""
-        if self.progress is not None:
-            self.progress.console.print(text)
-        elif not self.quiet:
-            print(text, file=sys.stderr, flush=True)
-
-    def step(self, step: int, metrics: dict[str, float], alarms: list[Alarm]) -> None:
-        """A finished step."""
-        if self.quiet:
-            return
-        text = summary(metrics, self.recent)
-        self.recent.append(metrics["kl/steered"])
-        if self.progress is not None:
-            self.progress.update(self.task, completed=step, description=text)
-        else:
-            left = self._left(step)
-            print(f"step {step}/{self.steps}  {text}  {left}", file=sys.stderr, flush=True)
-        for alarm in alarms:
-            self.alarms[alarm.kind] += 1
-            if self.alarms[alarm.kind] == 1:
-                self.say(f"alarm {alarm.kind} at step {alarm.step}: {alarm.message}")
-
-    def repeated(self, file: object) -> None:
-        """Say at the end which alarms came more than once, and where all of them are."""
-        often = [f"{kind} {count} times" for kind, count in self.alarms.items() if count > 1]
-        if often:
-            self.say(f"alarms that came again: {', '.join(often)}. All are in {file}")
-
-    def _left(self, step: int) -> str:
-        done = step - (self.first or 0)
-        seconds = (time.monotonic() - self.begun) / max(done, 1) * (self.steps - step)
-        return f"{seconds:.0f} s left" if seconds < 120 else f"{seconds / 60:.0f} min left"
-
-
-def opening(config: TrainConfig) -> str:
-    """What a run is about to do, its usual values written out."""
-    rollout, kl = config.rollout, config.kl
-    batch = f"{rollout.prompts} × {rollout.group_size} completions of up to {rollout.max_tokens} tokens"
-    aim = f"KL to {kl.target:g} nats per {kl.per}" if kl.controller != "fixed" else f"beta {kl.beta:g}"
-    rewards = " + ".join(config.reward.functions)
-    what = f"{config.model}, {config.algorithm.name}, {rewards}"
-    return f"{what}: {config.steps} steps of {batch}, learning rate {config.optim.lr:g}, {aim}. Run: {config.run}"
-
-
-def summary(metrics: dict[str, float], recent: Sequence[float] = ()) -> str:
-    """Reward, KL against its target, beta and speed in one line; ``recent`` are the KLs of the steps before."""
-    kl, beta, target = metrics["kl/steered"], metrics["kl/beta"], metrics.get("kl/target")
-    band = "" if target is None else f" of {target:g} {place(kl, target, recent)}"
-    rate = f"  {metrics['time/tokens_per_second']:.0f} tok/s" if "time/tokens_per_second" in metrics else ""
-    return f"reward {metrics['reward/mean']:.3f}  KL {kl:.4f}{band}  beta {beta:.3g}{rate}"
-
-
-def place(kl: float, target: float, recent: Sequence[float]) -> str:
-    """Where KL is: in band (within a fifth of the target), above it, approaching it from below, or just below."""
-    if not math.isfinite(kl):
-        return "not measured"
-    if abs(kl / target - 1) <= BAND:
-        return "in band"
-    if kl > target:
-        return "above"
-    known = [k for k in recent if math.isfinite(k)]
-    return "approaching" if known and kl > sum(known) / len(known) else "below"

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from klamp.errors import ConfigError, KlampError
 from klamp.experiments.compare import best_constant, coarse_constants, fine_constants, named_arm, parse_arms
 from klamp.results import records
-from klamp.results.figures import at_equal_kl, figures, first_entry, interval, paired
 from klamp.results.records import Record, Series
+from klamp.results.statistics import at_equal_kl, figures, first_entry, interval, paired
 
 
 def made(kl: list[float], reward: list[float] | None = None, seed: int = 0, **more: list[float]) -> Record:

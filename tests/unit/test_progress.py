@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from klamp import progress
 from klamp.cli import main
 from klamp.cli.experiments import refuse_fields
-from klamp.experiments import progress, sweep
-from klamp.experiments.progress import Lines, Progress
+from klamp.experiments import sweep
+from klamp.progress import Lines, Progress
 
 
 @pytest.fixture

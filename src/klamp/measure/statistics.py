@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from klamp.results.figures import student
+from klamp.results.statistics import student
 
 SUMS = ("kl", "forward_kl", "k1", "k3", "entropy", "ref_entropy", "gap")
 POSITIONS = 512

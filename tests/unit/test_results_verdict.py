@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from klamp.results.figures import Comparison, Interval
 from klamp.results.records import Record, Series
+from klamp.results.statistics import Comparison, Interval
 from klamp.results.verdict import _no_worse, judge
 
 

@@ -13,10 +13,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from klamp.monitor import BAND
 from klamp.results.records import Record
 
-BAND = 0.2
-"""Half-width of the band, relative to the target."""
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 """Student's t at 97.5 % for 1, 2, ... degrees of freedom."""
 

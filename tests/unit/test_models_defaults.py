@@ -14,7 +14,7 @@ from klamp.experiments import compare
 from klamp.experiments.compare import CompareConfig
 from klamp.experiments.folder import Folder
 from klamp.experiments.sweep import SweepConfig, plan
-from klamp.models.usual import OWN, USUAL, rate
+from klamp.models.defaults import OWN, USUAL, rate
 from klamp.train.config import AlgorithmConfig, OptimConfig, RolloutConfig, TrainConfig
 
 
