@@ -94,9 +94,15 @@ def eight_bit() -> Iterator[None]:
     """Every weight trains, in bfloat16: torchao's AdamW keeps its moments in 8 bits and rounds at random."""
     from torchao.optim import AdamW8bit
 
+    class Narrow(AdamW8bit):  # type: ignore[misc]
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:  # it takes its rate as a tensor
+                group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
+            return super().step(closure)
+
     def adamw(policy: Any, optim: OptimConfig) -> Any:
         groups = [{"params": list(policy.trainable().values()), "lr": optim.lr, "initial_lr": optim.lr}]
-        return AdamW8bit(groups, betas=optim.betas, weight_decay=optim.weight_decay, bf16_stochastic_round=True)
+        return Narrow(groups, betas=optim.betas, weight_decay=optim.weight_decay, bf16_stochastic_round=True)
 
     load = models.load_model
 

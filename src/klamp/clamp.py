@@ -260,8 +260,10 @@ def lora_scaler(model: nn.Module, adapter: str | None = None) -> Scaler:
     @torch.no_grad()
     def scale(s: float) -> None:
         s = _check_factor(s)
-        for p in matrices:
-            p.mul_(s) if s != 0.0 else p.zero_()
+        if s != 0.0:
+            torch._foreach_mul_(matrices, s)
+        else:
+            torch._foreach_zero_(matrices)
 
     return scale
 

@@ -186,7 +186,7 @@ def test_layers_without_a_gradient(launch: ModuleType, monkeypatch: pytest.Monke
     for _ in range(2):
         for n, stepwise, dtype in itertools.product((1, 5, 16, 48), (False, True), (torch.bfloat16, torch.float32)):
             x = torch.empty(n, dtype=dtype)
-            triton_layers.gated(x, x, stepwise=stepwise)
+            triton_layers.gated(x, x)
             for heads, size, back in itertools.product((1, 3, 16), (16, 32), (False, True)):
                 turn = torch.empty(n, size, dtype=dtype)
                 triton_layers.rotate(torch.empty(n, heads, size, dtype=dtype), turn, turn, back=back, stepwise=stepwise)

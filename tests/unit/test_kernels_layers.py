@@ -75,6 +75,19 @@ first, second = x.chunk(2, -1)
 right = x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
 torch.testing.assert_close(f.rotate(x, cos, sin, back=False), right)
 torch.testing.assert_close(f.rotate(right, cos, sin, back=True), x)
+
+# Rounding by bits is rounding to bfloat16, ties included.
+import triton, triton.language as tl
+
+@triton.jit
+def rounded(x_ptr, out_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(out_ptr + at, f._rounded(tl.load(x_ptr + at)))
+
+x = torch.cat([torch.randn(2046) * 10 ** torch.linspace(-20, 20, 2046), torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8])])
+mine = torch.empty(2048)
+rounded[(1,)](x, mine, SIZE=2048)
+assert torch.equal(mine, x.bfloat16().float())
 print("right")
 """
 

@@ -14,14 +14,19 @@ BLOCK = 4096
 
 
 @triton.jit
-def _gated(g_ptr, u_ptr, out_ptr, count, STEPWISE: tl.constexpr, BLOCK: tl.constexpr):
+def _rounded(x):
+    """Float32 rounded to bfloat16 and back, ties to even, by its bits: casts there and back the compiler leaves out."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _gated(g_ptr, u_ptr, out_ptr, count, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(g_ptr + at, mask=at < count).to(tl.float32)
     u = tl.load(u_ptr + at, mask=at < count).to(tl.float32)
-    a = g / (1.0 + tl.exp(-g))
-    if STEPWISE:
-        a = a.to(out_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(out_ptr + at, (a * u).to(out_ptr.dtype.element_ty), mask=at < count)
+    tl.store(out_ptr + at, (g / (1.0 + tl.exp(-g)) * u).to(out_ptr.dtype.element_ty), mask=at < count)
 
 
 @triton.jit
@@ -53,9 +58,7 @@ def _rotate(
     d, t = tl.load(cos_ptr + low + HALF).to(tl.float32), tl.load(sin_ptr + low + HALF).to(tl.float32) * sign
     e, f, g, h = a * c, b * s, b * d, a * t
     if STEPWISE:
-        kind = out_ptr.dtype.element_ty
-        e, f = e.to(kind).to(tl.float32), f.to(kind).to(tl.float32)
-        g, h = g.to(kind).to(tl.float32), h.to(kind).to(tl.float32)
+        e, f, g, h = _rounded(e), _rounded(f), _rounded(g), _rounded(h)
     tl.store(out_ptr + place, (e - f).to(out_ptr.dtype.element_ty), mask=there)
     tl.store(out_ptr + place + HALF, (g + h).to(out_ptr.dtype.element_ty), mask=there)
 
@@ -64,11 +67,11 @@ _start_gated = Starter(_gated, 8)
 _start_rotate = Starter(_rotate, 4)
 
 
-def gated(gate: Tensor, up: Tensor, *, stepwise: bool = False) -> Tensor:
-    """``silu(gate) · up``; ``stepwise`` rounds after each operation, as PyTorch's two do."""
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) · up``."""
     out, count = torch.empty_like(gate), gate.numel()
-    key = (common(gate, up, out), (count % 16 == 0, count == 1, count < 2**31), stepwise)
-    _start_gated((triton.cdiv(count, BLOCK), 1, 1), (gate, up, out, count, stepwise, BLOCK), key)
+    key = (common(gate, up, out), (count % 16 == 0, count == 1, count < 2**31))
+    _start_gated((triton.cdiv(count, BLOCK), 1, 1), (gate, up, out, count, BLOCK), key)
     return out
 
 
@@ -84,7 +87,7 @@ def gated_gradient(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tens
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False, stepwise: bool = False) -> Tensor:
     """Heads x [tokens, heads, D] rotated by cos and sin [tokens, D], whose halves are alike; ``back`` undoes it.
 
-    ``stepwise`` rounds after each operation, as PyTorch's do.
+    ``stepwise`` rounds after each operation, as PyTorch's do of bfloat16.
     """
     tokens, heads, size = x.shape
     out = torch.empty_like(x)

@@ -1,9 +1,8 @@
 """A decoder layer without a gradient in few operations: for the reference's states, and for what the clamp measures.
 
 On a GPU such a pass waits for Python where the model is small or the sequences are few, and transformers' layer and
-peft's have a lot of it. Here a layer is written out in some thirty operations. Of a wide model they round as those of a
-pass with a gradient do; of another they need not, and KL reads bfloat16's floor even where the policies are equal.
-Where it would not be the same layer its own forward runs.
+peft's have a lot of it. Here a layer is written out in some thirty operations, which round as those of a pass with a
+gradient do: KL between equal policies is 0. Where it would not be the same layer its own forward runs.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class MeasuredLayer:
         wanted = QUICK.get() and not torch.is_grad_enabled() and in_half(hidden_states)
         if not wanted or cache is not None or turn is None:
             return self.own(hidden_states, **named)  # type: ignore[no-any-return]
-        maps = [_map(getattr(getattr(self.layer, where), name)) for where, names in MAPS for name in names]
+        maps = [_map(getattr(getattr(self.layer, where), name), self.wide) for where, names in MAPS for name in names]
         if any(m is None for m in maps) or self.layer.self_attn.config._attn_implementation != "sdpa":
             return self.own(hidden_states, **named)  # type: ignore[no-any-return]
         with torch.autocast("cuda", enabled=False):
@@ -62,35 +61,39 @@ class MeasuredLayer:
 
 
 class Map:
-    """``x Wᵀ + b + s · (x Aᵀ) Bᵀ``, the second product added in place."""
+    """``x Wᵀ + b + s · (x Aᵀ) Bᵀ``, the second product added in place: inside it where the model is wide."""
 
-    __slots__ = ("bias", "down", "scale", "up", "weight")
+    __slots__ = ("bias", "down", "scale", "up", "weight", "wide")
 
-    def __init__(self, base: Any, down: Tensor | None, up: Tensor | None, scale: float) -> None:
+    def __init__(self, base: Any, down: Tensor | None, up: Tensor | None, scale: float, wide: bool) -> None:
         self.weight, self.bias, self.down, self.up, self.scale = base.weight, base.bias, down, up, scale
+        self.wide = wide
 
     def __call__(self, x: Tensor) -> Tensor:
         result = functional.linear(x, self.weight, self.bias)
         if self.down is None or self.up is None:
             return result
-        return result.addmm_(functional.linear(x, self.down), self.up.t(), alpha=self.scale)
+        low = functional.linear(x, self.down)
+        if self.wide:
+            return result.addmm_(low, self.up.t(), alpha=self.scale)
+        return result.add_(functional.linear(low, self.up), alpha=self.scale)
 
 
-def _map(module: Any) -> Map | None:
+def _map(module: Any, wide: bool) -> Map | None:
     """A linear map, with its adapter where that is switched on; None for anything else."""
     if type(module) is nn.Linear:
-        return Map(module, None, None, 0.0) if _plain(module.weight) else None
+        return Map(module, None, None, 0.0, wide) if _plain(module.weight) else None
     if not isinstance(module.forward, LoraForward):
         return None
     base = module.base_layer
     if type(base) is not nn.Linear or not _plain(base.weight) or module.merged_adapters:
         return None
     if module._disable_adapters:
-        return Map(base, None, None, 0.0)
+        return Map(base, None, None, 0.0, wide)
     found, narrow = module.forward.matrices(), module.forward.narrow
     if found is None or narrow is None or narrow[0].dtype != base.weight.dtype:
         return None
-    return Map(base, *narrow, found[2])
+    return Map(base, *narrow, found[2], wide)
 
 
 def _plain(weight: Tensor) -> bool:

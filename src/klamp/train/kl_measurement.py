@@ -40,9 +40,11 @@ STEADY = 0.25
 """The largest change of sqrt(KL), as a share of sqrt(KL), that is carried from a share to the whole near the limit."""
 
 
+FOLLOWED = 2
+"""Sequences over all processes that tell what scaling the displacement made of KL."""
 MILD = 0.15
-"""The largest fall of KL, as a share of it, that a few sequences tell once the displacement was scaled. Their ratio is
-within 6 % or so of the fall: 1 % of KL, less than the clamp leaves unused."""
+"""The largest fall of KL, as a share of it, that they tell. Their ratio is within 1 % of that of all sequences there
+(root mean square, real runs), where a share's first reading is off by several."""
 
 
 class Sums(NamedTuple):
@@ -101,8 +103,8 @@ class KLMeasurement:
         return self._carried(self.now(self.rows[:: self.stride]))
 
     def _few(self) -> Tensor:
-        """:data:`FEWEST` of the sequences that were measured, or a few more."""
-        return self.rows[:: self.stride << max(0, (self.sequences // self.stride // FEWEST).bit_length() - 1)]
+        """:data:`FOLLOWED` of the sequences that were measured, or a few more."""
+        return self.rows[:: self.stride << max(0, (self.sequences // self.stride // FOLLOWED).bit_length() - 1)]
 
     def first(self, began: float, far: Callable[[float], bool]) -> float:
         """KL after the update, which began at ``began``; ``far`` says whether a KL is far below the limit.
