@@ -250,7 +250,7 @@ def lora_scaler(model: nn.Module, adapter: str | None = None) -> Scaler:
         )
     found = {n: _adapter_of(n, ("lora_B",)) for n, _ in model.named_parameters()}
     name = adapter or _active(model, {a for a in found.values() if a})
-    matrices = [p for n, p in model.named_parameters() if found[n] == name]
+    matrices: list[Tensor] = [p for n, p in model.named_parameters() if found[n] == name]
     if not matrices:
         raise ConfigError(
             f"adapter {name!r} has no lora_B in this model. Adapters with one: "
