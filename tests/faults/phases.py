@@ -53,12 +53,11 @@ def through(place: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def watch() -> None:
     """Put :func:`reach` into sampling (at each token), training (at each loss), saving (at each file) and between."""
     from klamp.sampling.decode import Decoder
-    from klamp.train import checkpoint
-    from klamp.train.learner import Learner
+    from klamp.train import checkpoint, update
     from klamp.train.loop import Stop
 
     Decoder.draw = through("sampling", Decoder.draw)  # type: ignore[method-assign]
-    Learner._loss = through("training", Learner._loss)  # type: ignore[method-assign]
+    update._loss = through("training", update._loss)
     checkpoint.save_file = through("saving", checkpoint.save_file)  # type: ignore[attr-defined]
     checkpoint.seal = through("sealed", checkpoint.seal)
     Stop.agree = through("agreed", Stop.agree)  # type: ignore[method-assign]
