@@ -184,9 +184,9 @@ def test_presets(name: str, target: float) -> None:
 
 
 def test_hold_starts_on_the_safe_side_of_the_small_tilt_price() -> None:
-    assert Hold(6.0, "sequence").init(spread=2.0).beta == pytest.approx(0.65 * 2 / math.sqrt(12), rel=1e-9)
+    assert Hold(6.0, "sequence").init(spread=2.0).beta == pytest.approx(2 / math.sqrt(12), rel=1e-9)
     told = Hold(0.05, "token").init(spread=1.0, length=100)
-    assert told.beta == pytest.approx(0.65 / math.sqrt(2 * 5.0), rel=1e-9)
+    assert told.beta == pytest.approx(1 / math.sqrt(2 * 5.0), rel=1e-9)
     assert Hold(0.05, "token", init_beta=0.3).init().beta == 0.3
 
 

@@ -109,7 +109,7 @@ def walking(seed: int) -> Callable[[float], float]:
 
 def told(beta: float) -> HoldState:
     """A start at ``beta``, as sure of it as the trainer's feed-forward is."""
-    return Hold(0.05, "token").init(spread=beta / 0.65 * math.sqrt(2 * 0.05 * 24), length=24.0)
+    return Hold(0.05, "token").init(spread=beta * math.sqrt(2 * 0.05 * 24), length=24.0)
 
 
 def follow(
@@ -236,10 +236,10 @@ def test_effort_says_that_the_price_is_too_low() -> None:
 
 
 def test_starts_where_it_is_told() -> None:
-    assert Hold(6.0, "sequence").init(spread=2.0).beta == pytest.approx(0.65 * 2 / math.sqrt(12), rel=1e-12)
+    assert Hold(6.0, "sequence").init(spread=2.0).beta == pytest.approx(2 / math.sqrt(12), rel=1e-12)
     for per in ("token", "sequence_mean"):
         state = Hold(0.05, per).init(spread=1.0, length=120)  # type: ignore[arg-type]
-        assert state.beta == pytest.approx(0.65 / math.sqrt(12), rel=1e-12)
+        assert state.beta == pytest.approx(1 / math.sqrt(12), rel=1e-12)
         with pytest.raises(ConfigError, match="length"):
             Hold(0.05, per).init(spread=1.0)  # type: ignore[arg-type]
     assert Hold(0.05, "token", init_beta=0.4).init().beta == 0.4
@@ -335,7 +335,7 @@ def drive(
     return kls, betas
 
 
-RHO = 0.65 / math.sqrt(12)
+RHO = 1 / math.sqrt(12)
 """The feed-forward of a target of 6 nats per sequence, in units of the spread."""
 
 
@@ -393,12 +393,12 @@ def test_a_kl_that_carries_on_is_not_overshot(momentum: float) -> None:
 
 
 def test_a_price_that_must_keep_rising_is_followed() -> None:
-    runs = [follow(Hold(0.05, "token"), rising(seed), 100, told(0.45))[0] for seed in range(12)]
+    runs = [follow(Hold(0.05, "token"), rising(seed), 100, told(0.7))[0] for seed in range(12)]
     assert fmean(kl for run in runs for kl in run[60:]) < 1.35, "a constant ends at 1.7"
 
 
 def test_a_kl_that_gradient_noise_makes_is_brought_back_to_the_target() -> None:
-    runs = [follow(Hold(0.05, "token"), walking(seed), 60, told(0.45))[0] for seed in range(20)]
+    runs = [follow(Hold(0.05, "token"), walking(seed), 60, told(0.7))[0] for seed in range(20)]
     assert abs(fmean(kl for run in runs for kl in run[40:]) - 1) < 0.2, "a constant ends at 1.8"
     assert fmean(max(run) for run in runs) < 1.6
 

@@ -27,7 +27,6 @@ PRESETS = {"conservative": 0.02, "moderate": 0.08, "aggressive": 0.15}
 LEAST, DRIVES, RATES = 1e-3, (0.05, 20.0), (math.log(1 / 400), math.log(1 / 2))
 """Where x, rho* / rho and log rate are cut off, so that arithmetic stays finite."""
 
-FEED_FORWARD = 0.65  # rho* over its small-tilt value 1 / sqrt(2 KL per sequence): 0.4 to 1.2 in real and simulated runs
 DOUBT = 2.0  # the feed-forward is not wrong by more: a price that was told falls no lower than half of it
 FIRST_RATE = 0.05  # a climb to the target in 20 steps; real ones take 3 to 80
 WALK = 0.15  # share of gradient noise in the climb at the target; by noise alone KL, not x, grows evenly: a random walk
@@ -38,7 +37,6 @@ FASTEST = 0.2  # bandwidth a step: faster, it follows the swings that momentum m
 EARLY = 1.5  # at the n-th reading the bandwidth is at least EARLY / n: first readings count in full
 SURPRISE = 0.5  # of log x: the most that one reading says
 TOLD = 4.0  # so much rather a surprise is put down to the pace than to a price that was told; if not told, a quarter
-CEILING = 4.0  # above the target a told rho* is learned faster: KL of gradient noise goes as 1 / rho, and not 1 / rho²
 # The price.
 DAMPING = 1.0  # least exponent of x in a told price; x is judged as far ahead as momentum reaches: swings are met early
 PATIENCE = 24.0  # steps in which slower plants are brought to the target: the exponent grows with the steps they take,
@@ -95,7 +93,7 @@ class Hold:
         return cls(target=PRESETS[name], per="token")
 
     def init(self, *, spread: float | None = None, length: float | None = None) -> HoldState:
-        """``beta = 0.65 spread / sqrt(2 target per sequence)``; at ``init_beta``, and less sure of it, told nothing.
+        """``beta = spread / sqrt(2 target per sequence)``; at ``init_beta``, and less sure of it, told nothing.
 
         ``spread`` is the RMS spread within a prompt of the advantages as they multiply the score: about 1 after
         normalisation. 0, a first batch without signal, is as good as 1: rho is known all the same. ``length``, the
@@ -105,7 +103,7 @@ class Hold:
             first = base.first_price("Hold", self.init_beta, self.bounds)
             return HoldState(beta=first, best=math.log(first))
         require_number("spread", spread, at_least=0, way_out="It is the RMS spread of the advantages in a group.")
-        rho = FEED_FORWARD / math.sqrt(2 * base.nats(self.target) * self._tokens(length))
+        rho = 1 / math.sqrt(2 * base.nats(self.target) * self._tokens(length))
         beta = clip(rho * (spread or 1.0), *self.bounds)
         return HoldState(beta=beta, best=math.log(rho), least=rho / DOUBT, square=spread**2)
 
@@ -173,8 +171,7 @@ def _observe(state: HoldState, ratio: float, signal: float, noise: float) -> Hol
     slow, w = w, max(w, min(EARLY / n, 2 / 3))  # the gains put the observer's three poles at this bandwidth
     to_x = clip(3 * w - MOMENTUM, w / 3, 1.0)
     to_pace = clip(3 * w * w - to_x * MOMENTUM - MOMENTUM * rate * (1 + WALK), 0.0, 1.0)
-    gain = CEILING if state.least and x > 1 and surprise > 0 else 1.0
-    to_best = gain * min((slow if state.least else w) ** 3 / (MOMENTUM * rate), 1.0)  # told: not learned anew
+    to_best = min((slow if state.least else w) ** 3 / (MOMENTUM * rate), 1.0)  # told: not learned anew
     held = min(x * x / (drive * _free(x)), 1.0)  # the share of the free pace that the price holds back
     price = held / (held + (1 - held) * (TOLD if state.least else 1 / TOLD))
     learned = surprise if surprise > 0 and x > 1 else signal * surprise  # without signal a low KL says nothing
