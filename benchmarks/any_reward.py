@@ -34,6 +34,8 @@ import many_rewards
 TARGET, LIMIT = 0.05, 1.1
 GROUP = 8
 FRESH = 256
+UNIT = 0.65
+"""Constant prices are multiples of this share of Hold's first price, where Hold once started."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Setting:
     """The usual learning rate, and a tenth of it."""
     steps: tuple[int, int] = (60, 120)
     multiples: tuple[float, ...] = (0.5, 0.8, 1.25, 2.0, 3.2)
-    """Constant prices, in multiples of the feed-forward at the start; every other one at the low rate."""
+    """Constant prices, in multiples of UNIT of the feed-forward; every other one at the low rate."""
     drawn: int = 2048
     """Completions of the reference that the rewards are calibrated on."""
 
@@ -103,7 +105,7 @@ def calibration(model: str) -> dict[str, Any]:
             tokens += float(rollout.mask.sum())
     found = many_rewards.calibrate(texts, GROUP)
     length = tokens / len(texts)
-    return {"model": model, "length": length, "price": 0.65 / (2 * TARGET * length) ** 0.5, **found}
+    return {"model": model, "length": length, "price": UNIT / (2 * TARGET * length) ** 0.5, **found}
 
 
 class _trainer:
@@ -141,15 +143,15 @@ class _trainer:
 
 def arm(job: Job, known: dict[str, Any]) -> dict[str, Any]:
     """The fields of KLConfig that make an arm."""
-    feed_forward = known["price"] * (known.get("spreads", {}).get(job.reward) or 1.0)
+    unit = known["price"] * (known.get("spreads", {}).get(job.reward) or 1.0)
     if job.arm.startswith("x "):
-        return {"controller": "fixed", "beta": feed_forward * float(job.arm[2:]), "clamp": False}
+        return {"controller": "fixed", "beta": unit * float(job.arm[2:]), "clamp": False}
     return {
         "hold": {"controller": "hold"},
         "hold-price": {"controller": "hold", "clamp": False},
         "static": {"controller": "fixed", "beta": 0.04, "clamp": False},
         "ziegler": {"controller": "ziegler", "beta": 0.2, "clamp": False},
-        "ff-clamp": {"controller": "fixed", "beta": feed_forward},
+        "ff-clamp": {"controller": "fixed", "beta": unit / UNIT},
     }[job.arm.partition("@")[0]]
 
 
@@ -284,7 +286,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=tuple(SETTINGS), default=["tiny"])
     parser.add_argument("--workers", nargs="+", type=int, default=[2], help="processes of each model")
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--multiples", nargs="+", type=float, help="constant prices, in multiples of the feed-forward")
+    parser.add_argument(
+        "--multiples", nargs="+", type=float, help="constant prices, in multiples of 0.65 of Hold's first one"
+    )
     parser.add_argument("--rates", nargs="+", type=int, choices=(0, 1), default=[0, 1], help="usual and low rate")
     every = ("hold", "hold-price", "constants", "static", "ziegler", "ff-clamp")
     parser.add_argument("--arms", nargs="+", default=every, help=f"of {', '.join(every)}, or hold@GAIN=0.2,LEAD=0")

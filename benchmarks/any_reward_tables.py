@@ -16,7 +16,8 @@ from rich.table import Table
 import many_rewards
 from klamp.results.statistics import student
 
-TARGET, LIMIT = 0.05, 1.1
+TARGET, LIMIT, UNIT = 0.05, 1.1, 0.65
+"""UNIT: the share of Hold's first price that constants are multiples of."""
 Row = dict[str, Any]
 
 
@@ -119,7 +120,7 @@ def show(rows: Sequence[Row]) -> None:
     known = {row["model"]: row for row in rows if "price" in row}
     for model, made in known.items():
         words = {name: (made["words"][name], round(made["shares"][name], 4)) for name in made["words"]}
-        console.print(f"{model}: {made['length']:.1f} tokens, rho0 {made['price']:.3f}, sparse words {words}")
+        console.print(f"{model}: {made['length']:.1f} tokens, rho0 {made['price'] / UNIT:.3f}, sparse words {words}")
     runs = [row for row in rows if "arm" in row]
     for half, names in many_rewards.HALVES.items():
         for model in known:
@@ -142,5 +143,5 @@ def table(title: str, rows: Sequence[Row], made: Row) -> Table:
         for arm in [a for a in order if any(r["arm"] == a for r in here)]:
             own = [r for r in here if r["arm"] == arm]
             shown = name if arm == "hold" else ""
-            drawn.add_row(shown, arm, *cells(own, constants, made["price"], first(here)))
+            drawn.add_row(shown, arm, *cells(own, constants, made["price"] / UNIT, first(here)))
     return drawn

@@ -32,7 +32,6 @@ from plants import ensemble
 FIRST = "FIRST_RATE"
 ROWS: dict[str, dict[str, float]] = {
     "as it is": {},
-    "FEED_FORWARD 1": {"FEED_FORWARD": 1.0},
     "DOUBT: no floor": {"DOUBT": 1e6},
     "FIRST_RATE 0.5": {FIRST: 0.5},
     "FIRST_RATE 0.005": {FIRST: 0.005},
@@ -45,7 +44,6 @@ ROWS: dict[str, dict[str, float]] = {
     "EARLY: none": {"EARLY": 0.0},
     "SURPRISE: no bound": {"SURPRISE": 1e3},
     "TOLD 1: told or not": {"TOLD": 1.0},
-    "CEILING: none": {"CEILING": 1.0},
     "DAMPING: none": {"DAMPING": 0.0},
     "PATIENCE: no push": {"PATIENCE": 1e6},
     "BOLDEST 1.5": {"BOLDEST": 1.5},
@@ -83,7 +81,7 @@ def in_band(plants: int) -> list[float]:
 def told() -> list[str]:
     """Late KL of a random walk, highest KL of swings and after a sudden signal, the price after low readings."""
     t = plants_of_tests
-    walks = [t.follow(Hold(0.05, "token"), t.walking(seed), 60, t.told(0.45))[0] for seed in range(20)]
+    walks = [t.follow(Hold(0.05, "token"), t.walking(seed), 60, t.told(0.7))[0] for seed in range(20)]
     swings = [t.follow(Hold(0.05, "token"), t.swinging(seed), 60, t.told(0.28))[0] for seed in range(30)]
     sudden = [t.drive(t.driven(r, t.RHO, lambda s: float(s >= 60)), 200, first=0.0)[0] for r in (0.03, 0.1, 0.15)]
     start = state = Hold(6.0, "sequence").init(spread=1.0)

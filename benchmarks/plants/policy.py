@@ -66,8 +66,8 @@ class Runs:
 
     @property
     def feed_forward(self) -> Array:
-        """``0.65 / sqrt(2 KL per sequence)`` for advantages of unit spread."""
-        return 0.65 / np.sqrt(2 * self.target * T)
+        """``1 / sqrt(2 KL per sequence)`` for advantages of unit spread."""
+        return 1 / np.sqrt(2 * self.target * T)
 
 
 def draw(seed: int, n: int, ramp: float, kinds: Sequence[str] = KINDS) -> Runs:

@@ -150,7 +150,6 @@ def test_a_first_price_that_was_given_stays() -> None:
     assert made.value == 0.3
 
 
-@pytest.mark.xfail(strict=True, reason="Hold rests at 0.77 of its target here: it lowers a price too slowly")
 def test_kl_is_held_at_its_target_where_verls_constant_lets_it_run(tmp_path: Path) -> None:
     def late(*overrides: str) -> float:
         trainer = SmallTrainer(config(tmp_path / str(len(overrides)), *overrides))

@@ -27,7 +27,9 @@ PRESETS = {"conservative": 0.02, "moderate": 0.08, "aggressive": 0.15}
 LEAST, DRIVES, RATES = 1e-3, (0.05, 20.0), (math.log(1 / 400), math.log(1 / 2))
 """Where x, rho* / rho and log rate are cut off, so that arithmetic stays finite."""
 
-DOUBT = 2.0  # the feed-forward is not wrong by more: a price that was told falls no lower than half of it
+DOUBT = (
+    2.0  # a price that was told falls no lower than half of it: constants that hold a target lie at 0.5 to 1.7 of it
+)
 FIRST_RATE = 0.05  # a climb to the target in 20 steps; real ones take 3 to 80
 WALK = 0.15  # share of gradient noise in the climb at the target; by noise alone KL, not x, grows evenly: a random walk
 MOMENTUM = 0.28  # share of a step's own push in the pace: delays of 1 to 5 steps and Adam's ten, met in the middle
@@ -95,6 +97,7 @@ class Hold:
     def init(self, *, spread: float | None = None, length: float | None = None) -> HoldState:
         """``beta = spread / sqrt(2 target per sequence)``; at ``init_beta``, and less sure of it, told nothing.
 
+        That is the price at which a policy that the reward alone moves rests at the target, or below it.
         ``spread`` is the RMS spread within a prompt of the advantages as they multiply the score: about 1 after
         normalisation. 0, a first batch without signal, is as good as 1: rho is known all the same. ``length``, the
         mean number of tokens, is needed unless the target is per sequence.
