@@ -27,7 +27,7 @@ def make_model(folder: Path, named: str = "agent", **more: Any) -> Any:
     """As ART's examples write it; in 0.5.23 a run has a name of its own."""
     run = {"run_name": f"{named}-001"} if "run_name" in art.TrainableModel.model_fields else {}
     quiet = {"base_path": str(folder / "logs"), "report_metrics": []}
-    return art.TrainableModel(name=named, project="demo", base_model="tiny", **quiet, **run, **more)
+    return art.TrainableModel(**{"name": named, "project": "demo", "base_model": "tiny", **quiet, **run, **more})
 
 
 async def rollout(model: Any, client: Any, tokens: int = 6) -> Any:
@@ -173,6 +173,13 @@ def test_of_captured_exchanges_the_models_own_are_trained_on(tmp_path: Path) -> 
             await model.register(backend)
             await judge.register(other)
             client, judging = model.openai_client(), judge.openai_client()
+            slashed = make_model(tmp_path, named="team/agent", run_name="slashed")
+            await slashed.register(backend)
+            asking = slashed.openai_client()
+            for name in (slashed.get_inference_name(), slashed.get_inference_name(0), "demo/team/agent"):
+                answer = await asking.chat.completions.create(model=name, messages=[QUESTION], max_tokens=2)
+                assert answer.choices[0].step == 0
+            await asking.close()
 
             async def both(number: int) -> Any:
                 async def rollout() -> None:

@@ -211,7 +211,7 @@ def _trajectory(trajectory: Any, name: str) -> Any:
         return trajectory
     everything = [*captured.chat_completions, *captured.completions, *captured.responses, *captured.messages]
     # A judge or a helper that was asked on the way is another model, whose words are not trained on.
-    own = [e for e in everything if split_step(str(e.model))[0].rpartition("/")[2] == name]
+    own = [e for e in everything if f"/{split_step(str(e.model))[0]}".endswith(f"/{name}")]
     if not own:
         asked = ", ".join(sorted({str(e.model) for e in everything}))
         raise ConfigError(

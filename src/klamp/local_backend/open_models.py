@@ -253,9 +253,8 @@ class Endpoint:
 
     def find(self, name: str) -> OpenModel | None:
         """The model that answers to ``name``."""
-        project, _, base = split_step(name)[0].rpartition("/")
-        found = self.models.get(base)
-        return found if found is not None and project in ("", found.model.project) else None
+        base, _ = split_step(name)
+        return next((m for known, m in self.models.items() if base in (known, f"{m.model.project}/{known}")), None)
 
     def close(self) -> None:
         """Stop answering."""
