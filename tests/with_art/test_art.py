@@ -211,6 +211,52 @@ def test_of_captured_exchanges_the_models_own_are_trained_on(tmp_path: Path) -> 
     assert abs(result.metrics["kl/sampler/k1"]) < 1e-5, "at the temperature of the request"
 
 
+@pytest.mark.skipif(not hasattr(art, "trajectory"), reason="the PipelineTrainer of 0.5.23")
+def test_arts_pipeline_trainer_trains_and_evaluates(tmp_path: Path) -> None:
+    """ART's yes_no_maybe_pipeline but for the model and the reward: rollouts go on while steps are trained."""
+    from itertools import cycle
+
+    from art.pipeline_trainer import PipelineTrainer
+
+    async def answers(model: Any, step: int | None, n: int) -> list[Any]:
+        client = model.openai_client()
+        asked = {"model": model.get_inference_name(step), "messages": [QUESTION], "max_tokens": 5, "n": n}
+        found = (await client.chat.completions.create(**asked)).choices
+        worth = [-len(c.message.content or "") / 10 for c in found]
+        return [art.Trajectory(messages_and_choices=[QUESTION, c], reward=w) for c, w in zip(found, worth, strict=True)]
+
+    async def rollout_fn(model: Any, scenario: Any, config: Any) -> Any:
+        return art.TrajectoryGroup(await answers(model, None, 4))
+
+    async def eval_fn(model: Any, step: int, config: Any) -> list[Any]:
+        return await answers(model, step, 2)
+
+    async def run() -> None:
+        async with KlampBackend(tmp_path / "art") as backend:
+            model = make_model(tmp_path)
+            await model.register(backend)
+            settings = {"learning_rate": 1e-3, "loss_fn": "cispo", "kl_penalty_coef": 0.1, "max_steps": 3}
+            sizes = {"num_rollout_workers": 2, "min_batch_size": 1, "max_batch_size": 2}
+            trainer = PipelineTrainer(
+                model=model,
+                backend=backend,
+                rollout_fn=rollout_fn,
+                scenarios=cycle([{}]),
+                config=None,
+                eval_fn=eval_fn,
+                eval_every_n_steps=3,
+                eval_at_start=False,
+                **settings,
+                **sizes,
+            )
+            await trainer.train()
+            assert await model.get_step() == 3
+
+    asyncio.run(run())
+    lines = next((tmp_path / "logs/demo/models").glob("*/history.jsonl")).read_text().splitlines()
+    assert any("val/reward" in json.loads(line) for line in lines)
+
+
 def test_keywords_and_protocol_are_those_of_the_installed_art() -> None:
     """Nothing that ART's own train takes is unknown, and its defaults are taken for what they are."""
     source = Path(inspect.getfile(art)).parent / "local" / "backend.py"

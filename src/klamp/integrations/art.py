@@ -109,8 +109,22 @@ class KlampBackend:
         if template is not None:
             await self.local._open(own).call(lambda worker: worker.encoder.use_template(template))
 
-    async def train(self, model: Any, trajectory_groups: Iterable[Any], **arguments: Any) -> LocalTrainResult:
-        """One step, as :meth:`klamp.local_backend.LocalBackend.train` has it, with ART's defaults. Logs nothing."""
+    async def train(
+        self,
+        model: Any,
+        trajectory_groups: Iterable[Any],
+        *,
+        save_checkpoint: bool = True,
+        optimizer_save_interval: int = 5,
+        final_training_step: int | None = None,
+        **arguments: Any,
+    ) -> LocalTrainResult:
+        """One step, as :meth:`klamp.local_backend.LocalBackend.train` has it, with ART's defaults. Logs nothing.
+
+        klamp saves every step with its optimiser, whatever interval ART's PipelineTrainer names; as in ART,
+        ``save_checkpoint=False`` only leaves the path out of the result.
+        """
+        del optimizer_save_interval, final_training_step
         settings = {**self.defaults, **arguments}
         priced = settings.keys() & {"kl_penalty_coef", "controller"}
         if not priced and self.controller is not None:
@@ -123,7 +137,8 @@ class KlampBackend:
         named = {theirs: result.metrics[ours] for theirs, ours in NAMES.items() if ours in result.metrics}
         # The trajectories' own metrics are logged by ART, from the trajectories.
         step = {name: value for name, value in result.metrics.items() if not name.startswith("trajectory/")}
-        return LocalTrainResult(step=result.step, metrics={**step, **named}, checkpoint_path=result.checkpoint_path)
+        path = result.checkpoint_path if save_checkpoint else None
+        return LocalTrainResult(step=result.step, metrics={**step, **named}, checkpoint_path=path)
 
     @contextlib.asynccontextmanager
     async def exact_adapter_lease(self, model: Any, step: int) -> AsyncIterator[None]:

@@ -166,7 +166,18 @@ class Answer:
             choice["text"] = piece.text
         if self.wish.logprobs:
             choice["logprobs"] = self._logprobs(index, piece)
-        return choice | self._extras(prompt, piece.ids)
+        return choice | self._extras(prompt, piece.ids) | self._spans(prompt, piece.ids)
+
+    def _spans(self, prompt: int, ids: list[int]) -> dict[str, Any]:
+        """Which step drew the tokens, as ART's vLLM writes it: its PipelineTrainer evaluates nothing else."""
+        begun = self.begun[prompt]
+        if not self.wish.ids or begun.step is None:
+            return {}
+        of = {"generation_id": self.id, "policy_version": begun.step, "update_seq": begun.step}
+        of["lora_slot"] = self.wish.asks[prompt].model
+        before = [{"start_token": 1, "end_token": len(begun.prompt), **of}] if len(begun.prompt) > 1 else []
+        own = [{"start_token": 0, "end_token": len(ids), **of}]
+        return {"policy_token_spans": own, "prompt_policy_token_spans": before}
 
     def _called(self, ids: list[int], text: str) -> tuple[str, list[dict[str, Any]]]:
         """Text and tool calls; some formats mark a call by a special token, so those are kept to look for them."""
