@@ -21,7 +21,8 @@ from starlette.requests import ClientDisconnect
 from klamp.errors import Busy, ConfigError, KlampError
 from klamp.serve import engine
 from klamp.serve.engine import Begun, Closed, Limits, NoSuchModel, Piece
-from klamp.serve.openai_api import Answer, ApiError, Wish, read_wish, sse
+from klamp.serve.openai_api import Answer, ApiError, Wish, sse
+from klamp.serve.openai_requests import read_wish
 
 
 class Door(Protocol):
