@@ -140,6 +140,17 @@ class Busy(KlampError):
     """The queue is full."""
 
 
+class NoSuchModel(ConfigError):
+    """A name, or a step of one, that is not served."""
+
+    def __init__(self, name: str, there: list[str]) -> None:
+        super().__init__(f"there is no model {name!r}. There are: {', '.join(there)}.")
+
+
+class Closed(KlampError):
+    """The endpoint is closing: nothing more is decoded."""
+
+
 EXTRAS = {
     "accelerate": "train",
     "gguf": "train",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from klamp.chat import Encoder
-from klamp.errors import ConfigError, KlampError
+from klamp.errors import ConfigError, KlampError, NoSuchModel
 from klamp.local_backend.arguments import Place
 from klamp.local_backend.completions import Request
 from klamp.local_backend.trajectories import Choice
@@ -19,7 +19,7 @@ from klamp.local_backend.worker import Worker
 from klamp.references.folders import saved_steps
 from klamp.serve import engine
 from klamp.serve.app import Server, make_app
-from klamp.serve.engine import Engine, Limits, Model, NoSuchModel, split_step
+from klamp.serve.engine import Engine, Limits, Model, split_step
 from klamp.train.config import LoraConfig
 
 T = TypeVar("T")

@@ -18,9 +18,9 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from klamp.errors import Busy, ConfigError, KlampError
+from klamp.errors import Busy, Closed, ConfigError, KlampError, NoSuchModel
 from klamp.serve import engine
-from klamp.serve.engine import Begun, Closed, Limits, NoSuchModel, Piece
+from klamp.serve.engine import Begun, Limits, Piece
 from klamp.serve.openai_api import Answer, ApiError, Wish, sse
 from klamp.serve.openai_requests import read_wish
 

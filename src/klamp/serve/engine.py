@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from klamp.chat import Encoder
-from klamp.errors import Busy, ConfigError, KlampError, shown
+from klamp.errors import Busy, Closed, ConfigError, shown
 from klamp.serve.batch import Batch
 
 BROKEN = "\ufffd"
@@ -203,17 +203,6 @@ class Sequence:
             self.news = ([], [], [])
             self.request.tell(Piece(self.index, self.text.show(last=bool(finish)), ids, logps, tops, finish))
         return finish is None
-
-
-class NoSuchModel(ConfigError):
-    """A name, or a step of one, that is not served."""
-
-    def __init__(self, name: str, there: list[str]) -> None:
-        super().__init__(f"there is no model {name!r}. There are: {', '.join(there)}.")
-
-
-class Closed(KlampError):
-    """The endpoint is closing: nothing more is decoded."""
 
 
 class Engine:

@@ -10,11 +10,11 @@ from typing import Any
 
 from klamp import models
 from klamp.chat import Encoder
-from klamp.errors import ConfigError
+from klamp.errors import ConfigError, NoSuchModel
 from klamp.references.folders import saved_steps
 from klamp.sampling.families import check_sampled
 from klamp.sampling.sampler import context_of, end_ids
-from klamp.serve.engine import STEPS_IN_MEMORY, Engine, Limits, Model, NoSuchModel, Request, split_step
+from klamp.serve.engine import STEPS_IN_MEMORY, Engine, Limits, Model, Request, split_step
 
 
 class SavedModels:
