@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from klamp.clamp import Clamped
 
 
+LEAP = 4.5
+"""A step that multiplies KL on its own tokens by more tells nothing of fresh ones: a first step of Adam's moves its own
+tokens by 0.07 nats and fresh ones by 0.002. The level then starts anew from the next reading."""
+
+
 @dataclass(frozen=True)
 class GaugeState:
     """The KL of the weights as they are, and how the present batch reads it."""
@@ -68,7 +73,8 @@ class Gauge:
         """
         if not _positive(fresh):
             return state
-        if last is None or state.level <= 0 or not _positive(last.kl_before, last.kl_after):
+        leapt = last is not None and last.kl_before > LEAP * state.reading
+        if last is None or leapt or state.level <= 0 or not _positive(last.kl_before, last.kl_after):
             return replace(state, level=fresh, reading=fresh, spread=self._noisier(state.spread, noise))
         expected = self._expected(state, last.kl_before) * last.kl_after / last.kl_before * math.exp(state.bias)
         # Not the logarithm: most batches miss the rare tokens and read too low, a few read far too high, and it is the
@@ -83,9 +89,11 @@ class Gauge:
         most = 0.35 if last.kl_after < last.kl_before else 0.8  # where it held, the level is what the clamp made it
         weight = min(max(astray / math.sqrt(max(spread, 1e-6)), 0.12), most)
         level = expected * math.exp(max(weight, first) * surprise)
-        bias = min(max(state.bias + self.learn_bias * surprise, -0.05), 0.05) if state.pairs > 3 else 0.0
-        share = state.share + self.learn * surprise * grown / (grown * grown + 0.1)  # 0.1: growth of 30 % halves it
-        return GaugeState(level, fresh, min(max(share, 0.0), 1.2), state.pairs + 1, spread, surprise, bias)
+        # What growth may explain corrects the share, the rest the bias; growth of 30 % halves it.
+        bias = state.bias + self.learn_bias * surprise * 0.1 / (grown * grown + 0.1) if state.pairs > 3 else 0.0
+        share = state.share + max(self.learn, first) * surprise * grown / (grown * grown + 0.1)
+        share, bias = min(max(share, 0.0), 1.2), min(max(bias, -0.05), 0.05)
+        return GaugeState(level, fresh, share, state.pairs + 1, spread, surprise, bias)
 
     def carry(self, state: GaugeState, reading: float, last: Clamped) -> GaugeState:
         """The state after a step read on tokens that were trained on before: they show the change, not the level."""
@@ -127,8 +135,9 @@ def _positive(*values: float) -> bool:
 
 
 def _growth(before: float, after: float) -> float:
-    """``log(after / before)``, within a factor of 4.5: beyond, the step was not one worth learning from."""
-    return min(max(math.log(after / before), -1.5), 1.5) if _positive(before, after) else 0.0
+    """``log(after / before)``, within a factor of :data:`LEAP`."""
+    most = math.log(LEAP)
+    return min(max(math.log(after / before), -most), most) if _positive(before, after) else 0.0
 
 
 def check_limit(limit: float) -> None:

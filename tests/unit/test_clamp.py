@@ -222,3 +222,17 @@ def test_gauge_limits_are_finite_whatever_it_sees(steps: list[tuple[float, float
     for fresh, before, after, own in steps:
         state = gauge.update(state, fresh, Clamped(before, after))
         assert 0 < gauge.limit(state, 0.05, own) <= 0.15
+
+
+def test_the_first_steps_of_a_fast_run_neither_clamp_a_low_kl_nor_leave_the_level_low_behind_them() -> None:
+    """A run on ``tiny`` at twice its usual rate: (fresh, own after the update), where own tokens leap at first."""
+    gauge, limit, state, last = Gauge(), 0.055, Gauge().init(), None
+    run = [(2e-6, 0.041), (0.002, 0.038), (0.007, 0.025), (0.010, 0.024), (0.016, 0.027), (0.025, 0.033)]
+    run += [(fresh, fresh * 1.06) for fresh in (0.027, 0.029, 0.032, 0.035, 0.038, 0.042, 0.045, 0.048, 0.050)]
+    for fresh, own in run:
+        state = gauge.update(state, fresh, last, noise=0.08)
+        allowed = gauge.limit(state, limit, own)
+        last = Clamped(own, min(own, allowed))
+        assert own <= allowed, f"fresh KL {fresh} is far from its limit, and {own} of {allowed} was undone"
+    assert state.level == pytest.approx(0.050, rel=0.12)
+    assert allowed < 1.1 * limit

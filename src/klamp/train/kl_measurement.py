@@ -40,7 +40,7 @@ STEADY = 0.25
 """The largest change of sqrt(KL), as a share of sqrt(KL), that is carried from a share to the whole near the limit."""
 
 
-FOLLOWED = 2
+FOLLOWED = 4
 """Sequences over all processes that tell what scaling the displacement made of KL."""
 MILD = 0.15
 """The largest fall of KL, as a share of it, that they tell. Their ratio was within 0.2 to 2.1 % of that of all
