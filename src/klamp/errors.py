@@ -170,6 +170,7 @@ EXTRAS = {
     "ray": "ray",
     "httpx": "server",
     "fastapi": "serve",
+    "starlette": "serve",
     "uvicorn": "serve",
 }
 """Packages that klamp imports, and the extra that brings each."""

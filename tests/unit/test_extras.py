@@ -18,7 +18,7 @@ WITH_TORCH = {"torch", "tyro", "rich", "filelock"}
 OPTIONAL = {"triton", "deepspeed", "verl", "art", "openai"}
 """Used where they are found, or the host or client of whoever calls klamp; never asked for."""
 DISTRIBUTION = {"yaml": "pyyaml"}
-BROUGHT = {"huggingface_hub": "transformers", "datasets": "trl", "markupsafe": "jinja2"}
+BROUGHT = {"huggingface_hub": "transformers", "datasets": "trl", "markupsafe": "jinja2", "starlette": "fastapi"}
 """Packages that come with one that the extra names."""
 
 BARE = """
