@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import klamp
 
-VOCABULARY, LENGTH, END, BATCH, STEPS = 12, 12, 0, 96, 80
+VOCABULARY, LENGTH, END, BATCH, STEPS = 12, 12, 0, 96, 160
 TARGET = 0.1
 
 

@@ -59,7 +59,7 @@ def test_what_the_clamp_reads_next_is_the_same_share_carried_to_the_whole() -> N
     assert asked[-1] == [0, 4, 8, 12]
 
 
-@pytest.mark.parametrize(("sequences", "few"), [(16, [0, 8]), (32, [0]), (64, [0])])
+@pytest.mark.parametrize(("sequences", "few"), [(16, [0, 4, 8, 12]), (32, [0, 8]), (64, [0])])
 def test_what_scaling_made_of_kl_is_told_by_a_few(sequences: int, few: list[int]) -> None:
     """A displacement that is scaled by s makes s² of every sequence's KL, however they differ."""
     reading, _ = made(1.3, sequences=sequences)
