@@ -146,7 +146,7 @@ def test_gradient_accumulation_changes_nothing(trainer: Make) -> None:
 
 
 def test_several_steps_of_one_generation_are_steered_and_clamped(trainer: Make) -> None:
-    t, control = controlled(trainer(max_steps=6, steps_per_generation=2, num_iterations=2, learning_rate=0.1))
+    t, control = controlled(trainer(max_steps=6, steps_per_generation=2, num_iterations=2, learning_rate=0.01))
     assert len(logged(t, "klamp/kl")) == 6
     assert control.control.state.gauge.pairs == 2  # steps 2, 5 and 6 saw new tokens; before step 2 there was no level
     assert_held(t)
