@@ -111,7 +111,8 @@ def main() -> None:
     optimiser = torch.optim.Adam(policy.parameters(), lr=3e-3)
     hold = klamp.Hold(target=TARGET, per="token")
     monitor = klamp.Monitor(target=TARGET, per="token", bounds=hold.bounds, window=STEPS // 2)
-    control = klamp.Control(hold, clamp=True, monitor=monitor).init(spread=1.0, length=LENGTH / 2)
+    length = policy.sample(BATCH)[1].sum().item() / BATCH  # mean number of tokens: the first price depends on it
+    control = klamp.Control(hold, clamp=True, monitor=monitor).init(spread=1.0, length=length)
     undo = klamp.weights_scaler(policy, dict(reference.named_parameters()))
     print(f"{'step':>5} {'reward':>7} {'kl':>7} {'beta':>7} {'effort':>7}")
     for step in range(STEPS):

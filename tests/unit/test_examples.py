@@ -24,7 +24,7 @@ def test_own_loop_holds_the_kl(tmp_path: Path) -> None:
     assert summary is not None, done.stdout
     kl, target, in_band = (float(x) for x in summary.groups())
     assert abs(kl / target - 1) < 0.2
-    assert in_band >= 40, "68 to 88 % with three seeds; other releases of torch draw other numbers"
+    assert in_band >= 50, "81 to 99 % with three seeds of two releases of torch"
     rewards = [float(line.split()[1]) for line in done.stdout.splitlines()[1:-1]]
     assert rewards[-1] > 2 * rewards[0], "it must learn, or holding means nothing"
     assert list(tmp_path.iterdir()) == []

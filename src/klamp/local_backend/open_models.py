@@ -18,7 +18,6 @@ from klamp.local_backend.trajectories import Choice
 from klamp.local_backend.worker import Worker
 from klamp.references.folders import saved_steps
 from klamp.serve import engine
-from klamp.serve.app import Server, make_app
 from klamp.serve.engine import Engine, Limits, Model, split_step
 from klamp.train.config import LoraConfig
 
@@ -231,6 +230,8 @@ class Endpoint:
     """One server for all models of a backend, by ``name``, ``name@step``, ``project/name`` or ``project/name@step``."""
 
     def __init__(self, host: str, port: int, key: str | None) -> None:
+        from klamp.serve.app import Server, make_app  # the extra klamp[serve]
+
         self.key = key or secrets.token_urlsafe(16)
         self.models: dict[str, OpenModel] = {}
         app = make_app(self.find, lambda: list(self.models.values()), limits=Limits(), key=self.key, always_ids=True)

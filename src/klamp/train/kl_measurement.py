@@ -103,8 +103,10 @@ class KLMeasurement:
         return self._carried(self.now(self.rows[:: self.stride]))
 
     def _few(self) -> Tensor:
-        """:data:`FOLLOWED` of the sequences that were measured, or a few more."""
-        return self.rows[:: self.stride << max(0, (self.sequences // self.stride // FOLLOWED).bit_length() - 1)]
+        """:data:`FOLLOWED` of the sequences that were measured, or a few more; all of fewer than :data:`ENOUGH`."""
+        measured = self.sequences // self.stride
+        halvings = (measured // FOLLOWED).bit_length() - 1 if measured >= ENOUGH else 0
+        return self.rows[:: self.stride << halvings]
 
     def first(self, began: float, far: Callable[[float], bool]) -> float:
         """KL after the update, which began at ``began``; ``far`` says whether a KL is far below the limit.
