@@ -11,6 +11,7 @@ from torch import Tensor
 from klamp.kernels.triton_launch import Starter, common
 
 BLOCK = 4096
+"""Numbers a program."""
 
 
 @triton.jit
