@@ -1,6 +1,6 @@
 """Configuration to and from YAML: safe loading, unknown keys refused with the nearest name, values checked by type.
 
-Functions are named ``module:function``. Defaults can be told from values that were set, even where they are equal.
+Functions are named ``module:function``.
 """
 
 from __future__ import annotations
@@ -23,52 +23,13 @@ LARGEST = 1 << 20
 """Bytes of a configuration; more is refused rather than read."""
 
 
-class Default:
-    """Marks the value of a field that nobody set.
-
-    None will not do: it is a value of its own in some fields (``kl.target=None`` is a run without a target), and the
-    mark has to survive ``dataclasses.replace`` and be a number to whoever reads the field.
-    """
-
-
-class DefaultTarget(Default, float):
-    """A target that goes with the default unit alone."""
-
-
-class DefaultUnit(Default, str):
-    """A unit that goes with the default target alone."""
-
-
-class UsualRate(Default, float):
-    """A learning rate that stands for the one usual for the model."""
-
-    def __str__(self) -> str:
-        return "usual for the model"
-
-
-class UsualCount(Default, int):
-    """A count that stands for the one usual for the model."""
-
-    def __str__(self) -> str:
-        return "usual for the model"
-
-
-def left_out(config: Any) -> list[str]:
-    """The names of the fields of a dataclass that nobody set."""
-    return [f.name for f in dataclasses.fields(config) if isinstance(getattr(config, f.name), Default)]
-
-
 def to_dict(config: Any) -> dict[str, Any]:
     """Nested plain values, tuples as lists."""
 
     def plain(x: Any) -> Any:
         if isinstance(x, Mapping):
             return {k: plain(v) for k, v in x.items()}
-        if isinstance(x, tuple | list):
-            return [plain(v) for v in x]
-        if isinstance(x, bool):
-            return x
-        return next((kind(x) for kind in (int, float, str) if isinstance(x, kind)), x)  # defaults are subclasses
+        return [plain(v) for v in x] if isinstance(x, tuple | list) else x
 
     return typing.cast(dict[str, Any], plain(dataclasses.asdict(config)))
 
@@ -207,7 +168,7 @@ def convert(name: str, value: Any, kind: Any, where: str = "config") -> Any:
 
 
 def _mismatch(name: str, value: Any, kind: Any, where: str) -> ConfigError:
-    wanted = str(kind).replace("typing.", "").replace("<class '", "").replace("'>", "")
+    wanted = str(kind).replace("typing.", "").replace("<class '", "").replace("'>", "").removesuffix(" | None")
     return ConfigError(f"{where}: {name} must be {wanted}, got {shown(value)} ({type(value).__name__}).")
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from klamp.monitor import BAND, Alarm
 
 if TYPE_CHECKING:
-    from klamp.train.config import TrainConfig
+    from klamp.train.config import ResolvedConfig
 
 EVERY = 10.0
 """Seconds between two lines: often enough to see that it lives, seldom enough for a log."""
@@ -164,11 +164,11 @@ class Display:
         return left(seconds)
 
 
-def opening(config: TrainConfig) -> str:
+def opening(config: ResolvedConfig) -> str:
     """What a run is about to do, its usual values written out."""
     rollout, kl = config.rollout, config.kl
     batch = f"{rollout.prompts} × {rollout.group_size} completions of up to {rollout.max_tokens} tokens"
-    aim = f"KL to {kl.target:g} nats per {kl.per}" if kl.controller != "fixed" else f"beta {kl.beta:g}"
+    aim = f"KL to {kl.goal:g} nats per {kl.unit}" if kl.controller != "fixed" else f"beta {kl.beta:g}"
     rewards = " + ".join(config.reward.functions)
     what = f"{config.model}, {config.algorithm.name}, {rewards}"
     return f"{what}: {config.steps} steps of {batch}, learning rate {config.optim.lr:g}, {aim}. Run: {config.run}"

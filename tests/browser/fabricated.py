@@ -11,7 +11,7 @@ from typing import Any
 
 from klamp.config_io import to_yaml
 from klamp.experiments import compare
-from klamp.experiments.compare import CompareConfig, run_folder
+from klamp.experiments.compare import CompareConfig, ResolvedComparison, run_folder
 from klamp.experiments.folder import FORMAT, Folder
 
 HOSTILE = [
@@ -53,9 +53,9 @@ PLAIN = [
 
 def comparison(
     root: Path, *, seeds: int = 3, steps: int = 60, hostile: bool = False, oracle: bool = False
-) -> CompareConfig:
+) -> ResolvedComparison:
     """Write a finished comparison under ``root`` and return its settings."""
-    config = CompareConfig(seeds=seeds, steps=steps, oracle=oracle)
+    config = CompareConfig(seeds=seeds, steps=steps, oracle=oracle).resolved()
     folder = Folder(root)
     folder.runs.mkdir(parents=True)
     settings = {"format": FORMAT, "kind": "compare", **asdict(config)}
@@ -93,7 +93,7 @@ def run(folder: Path, kls: list[float], target: float = 0.05) -> Path:
     return folder
 
 
-def _run(folder: Folder, config: CompareConfig, arm: compare.Arm, seed: int, hostile: bool) -> None:
+def _run(folder: Folder, config: ResolvedComparison, arm: compare.Arm, seed: int, hostile: bool) -> None:
     path = run_folder(folder, arm, seed)
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.yaml").write_text(to_yaml(config.train_config(arm, seed, path)))

@@ -165,8 +165,10 @@ def test_compare_hands_the_flag_to_its_runs() -> None:
     from klamp.experiments import compare
 
     for asked in (False, True):
-        made = compare.CompareConfig(trust_remote_code=asked).train_config(
-            compare.named_arm("hold", 0.04), 0, Path("x")
+        made = (
+            compare.CompareConfig(trust_remote_code=asked)
+            .resolved()
+            .train_config(compare.named_arm("hold", 0.04), 0, Path("x"))
         )
         assert made.trust_remote_code is asked
 

@@ -82,11 +82,11 @@ def test_asking_for_less_drops_nothing_that_a_folder_holds(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("left_out", [True, False])
 def test_a_usual_value_written_out_is_the_same_comparison(tmp_path: Path, left_out: bool) -> None:
-    folder, plain = Folder(tmp_path), CompareConfig()
+    folder, plain = Folder(tmp_path), asdict(CompareConfig().resolved())
     usual = {"target": 0.05, "per": "token", "lr": 1.5e-3}
-    with folder.claimed("compare", asdict(plain if left_out else plain.resolved())):
+    with folder.claimed("compare", plain | dict.fromkeys(usual) if left_out else plain):
         pass
-    folder.check("compare", asdict(CompareConfig(**usual)), usual=usual)  # type: ignore[arg-type]
+    folder.check("compare", asdict(CompareConfig(**usual).resolved()), usual=usual)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"lr is 0\.0015 there and 0\.001 here"):
         folder.check("compare", asdict(CompareConfig(lr=1e-3).resolved()), usual=usual)
 

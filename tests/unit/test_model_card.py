@@ -10,11 +10,16 @@ import pytest
 import yaml
 
 from klamp import __version__, models
-from klamp.train.config import KLConfig, LoraConfig, RolloutConfig, TrainConfig
+from klamp.train.config import KLConfig, LoraConfig, OptimConfig, ResolvedConfig, RolloutConfig, TrainConfig
 from klamp.train.loop import train_policy
 from klamp.train.model_card import HERE, model_card
 
 SMALL = {"steps": 1, "rollout": RolloutConfig(prompts=2, group_size=2, max_tokens=4), "lora": LoraConfig(rank=2)}
+
+
+def made(**fields: Any) -> ResolvedConfig:
+    """Of a model that need not exist: nothing is left out that would be looked up in it."""
+    return TrainConfig(optim=OptimConfig(lr=1e-4), **SMALL, **fields).resolved()  # type: ignore[arg-type]
 
 
 def split(card: str) -> tuple[dict[str, Any], str]:
@@ -56,13 +61,13 @@ def test_a_checkpoint_carries_a_card_that_is_filled_in_and_loads_it(tmp_path: Pa
 
 
 def test_the_base_is_named_as_the_hub_knows_it_and_a_folder_by_its_name_alone(tmp_path: Path) -> None:
-    hub, text = split(model_card(TrainConfig(model="org/some-model"), 40, {"kl/steered": 0.0461}, ["vader"]))
+    hub, text = split(model_card(made(model="org/some-model"), 40, {"kl/steered": 0.0461}, ["vader"]))
     assert hub["base_model"] == "org/some-model"
     assert 'AutoModelForCausalLM.from_pretrained("org/some-model")' in text
     assert "| KL reached | 0.0461 nats per token, at step 40 |" in text
     folder = tmp_path / "someone" / "their-model"
     folder.mkdir(parents=True)
-    config = TrainConfig(model=str(folder), kl=KLConfig(reference=f"adapter:{folder}"))
+    config = made(model=str(folder), kl=KLConfig(reference=f"adapter:{folder}"))
     rewards = [f"model:{folder}", "rules:polite", f"{folder}/mine.py:f", "regex:a|b"]
     card = model_card(config, 40, {}, rewards)
     front, text = split(card)
@@ -75,7 +80,7 @@ def test_the_base_is_named_as_the_hub_knows_it_and_a_folder_by_its_name_alone(tm
 
 
 def test_a_name_cannot_break_out_of_the_card() -> None:
-    card = model_card(TrainConfig(model="org/a: b\n---\n# Owned"), 1, {}, ["<script>alert(1)</script>"])
+    card = model_card(made(model="org/a: b\n---\n# Owned"), 1, {}, ["<script>alert(1)</script>"])
     front, text = split(card)
     assert front["library_name"] == "peft"
     assert "<script>" not in text

@@ -27,7 +27,7 @@ def batch(config: TrainConfig) -> tuple[float, ...]:
 def test_train_compare_and_sweep_take_the_same(model: str, tmp_path: Path) -> None:
     usual = USUAL[model]
     trained = TrainConfig(model=model).resolved()
-    compared = CompareConfig(model=model).train_config(compare.named_arm("hold", 0.04), 0, tmp_path)
+    compared = CompareConfig(model=model).resolved().train_config(compare.named_arm("hold", 0.04), 0, tmp_path)
     swept = plan(SweepConfig(over=("kl.beta=0.1",), model=model), Folder(tmp_path))[0][2]
     expected = (usual.lr, usual.prompts, usual.group_size, usual.max_tokens)
     assert batch(trained) == batch(compared) == batch(swept) == expected

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from klamp import models
-from klamp.config_io import from_dict, from_yaml, to_dict, to_yaml
+from klamp.config_io import from_dict, from_yaml, to_yaml
 from klamp.errors import ConfigError
 from klamp.train.config import AlgorithmConfig, KLConfig, RewardConfig, RolloutConfig, TrainConfig
 from klamp.train.loop import Trainer
@@ -161,7 +161,7 @@ def test_what_the_configuration_alone_can_tell() -> None:
         (lambda: RewardConfig(functions=("vader",), weights=(1.0, 2.0)), "2 entries for 1 functions"),
         (lambda: KLConfig(estimator="k1", placement="in_loss"), "its expected gradient is zero"),
         (lambda: KLConfig(estimator="exact_forward", placement="in_loss", allow_biased=True), "cannot price it"),
-        (lambda: KLConfig(target=None), "kl.target is missing"),
+        (lambda: KLConfig(target=None), "kl.target is None, and kl.controller=.hold. needs one"),
         (lambda: KLConfig(reference="step:many"), "needs a number"),
         (lambda: KLConfig(reference="base:5"), "base takes nothing after it"),
         (lambda: KLConfig(reference="lag:0"), r"kl\.reference .lag:0.: StepLag.lag must be >= 1"),
@@ -185,7 +185,7 @@ def test_what_the_configuration_alone_can_tell() -> None:
         ({"limit": 0.1}, r"kl\.limit 0\.1 has no unit"),
         ({"target": 0.1, "per": None}, r"kl\.target 0\.1 has no unit"),
         ({"per": "sequence"}, r"kl\.per=sequence needs a kl\.target in nats per sequence"),
-        ({"per": None}, r"kl\.per is None"),
+        ({"target": "usual"}, r"kl\.target.*'usual'"),
         ({"target": 0.1, "per": "tokens"}, "Did you mean 'token'"),
     ],
 )
@@ -200,16 +200,39 @@ def test_a_kl_of_ones_own_has_a_unit_of_ones_own(fields: dict[str, Any], match: 
 
 def test_the_default_pair_stands_and_travels(tmp_path: Path) -> None:
     """Neither given: 0.05 per token, through replace, YAML and the folder of an older run alike."""
-    assert (KLConfig().target, KLConfig().per) == (0.05, "token")
-    assert KLConfig(per="token") == KLConfig() == replace(KLConfig(), beta=None)
-    assert KLConfig(target=None, controller="fixed", beta=0.1).per == "token"
-    plain = to_dict(KLConfig())
-    assert (type(plain["target"]), type(plain["per"])) == (float, str)
+    assert (KLConfig().goal, KLConfig().unit) == (0.05, "token")
+    assert KLConfig(per="token").resolved() == KLConfig().resolved() == replace(KLConfig(), beta=None).resolved()
+    assert (KLConfig().resolved().target, KLConfig().resolved().per) == (0.05, "token")
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(TrainConfig()))
-    assert "target: 0.05\n  per: token\n" in file.read_text()
     assert from_yaml(TrainConfig, file) == TrainConfig()
+    file.write_text(to_yaml(TrainConfig().resolved()))
+    assert "target: 0.05\n  per: token\n" in file.read_text()
+    assert from_yaml(TrainConfig, file).resolved() == TrainConfig().resolved()
     assert replace(from_yaml(TrainConfig, file).kl, target=0.1).per == "token"  # the file gave the unit
+
+
+def test_without_a_target_nothing_is_held_and_it_stays_so_in_the_folder(tmp_path: Path) -> None:
+    """None is a run without a target, told from one that nobody set, in Python, in YAML and in folders from before."""
+    kl = KLConfig(target=None, controller="fixed", beta=0.1)
+    assert (kl.goal, kl.unit, kl.clamp_limit) == (None, "token", None)
+    left_out = KLConfig(controller="fixed", beta=0.1)
+    assert left_out.clamp_limit == pytest.approx(0.055)
+    file = tmp_path / "config.yaml"
+    for written, goal in ((kl, None), (left_out, 0.05)):
+        file.write_text(to_yaml(TrainConfig(kl=written).resolved()))
+        assert from_yaml(TrainConfig, file).resolved().kl.goal == goal
+
+
+COUNTS = ("prompts", "group_size", "max_tokens")
+
+
+def test_a_run_is_made_of_numbers() -> None:
+    """Nothing a run reads is None, a word or a subclass that stands for a number."""
+    config = TrainConfig().resolved()
+    numbers = (config.steps, config.optim.lr, config.kl.target, *(getattr(config.rollout, n) for n in COUNTS))
+    assert [type(n) for n in numbers] == [int, float, float, int, int, int]
+    assert config.resolved() == config
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from klamp import models
-from klamp.config_io import UsualCount, left_out
 from klamp.errors import ConfigError, require_number, unknown
 from klamp.experiments import runner, worker
 from klamp.experiments.folder import Folder, read_settings
@@ -24,14 +23,8 @@ from klamp.progress import Progress
 from klamp.results import records
 from klamp.results.statistics import ADAPTIVE, Comparison, figures
 from klamp.train import data, rewards
-from klamp.train.config import (
-    AlgorithmConfig,
-    KLConfig,
-    OptimConfig,
-    RewardConfig,
-    RolloutConfig,
-    TrainConfig,
-)
+from klamp.train.config import AlgorithmConfig, KLConfig, OptimConfig, RewardConfig, RolloutConfig, TrainConfig
+from klamp.train.kl_config import USUAL_TARGET
 
 ARMS = ("static", *ADAPTIVE)
 COARSE = 2.0
@@ -112,9 +105,6 @@ def _beta_of(name: str) -> float:
     return require_number(f"arm {name!r}", value, at_least=0, way_out="A price is never negative.")
 
 
-USUAL = models.USUAL["tiny"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig:
     """A comparison. Everything but ``arms``, ``seeds`` and ``oracle`` is the same for every run."""
@@ -124,7 +114,7 @@ class CompareConfig:
     seeds: int = 3
     """Seeds of every arm."""
     target: float | None = None
-    """KL to hold, in nats per --per; 0.05 per token if not given."""
+    """KL to hold, in nats per --per. None: 0.05 per token."""
     per: Unit | None = None
     """Unit of the target: token, sequence or sequence_mean. Needed with --target."""
     model: str = "tiny"
@@ -133,8 +123,8 @@ class CompareConfig:
     """JSONL or text file of prompts; the built-in models bring their own."""
     reward: tuple[str, ...] = ("vader",)
     """vader, length:N, regex:PATTERN, model:NAME or your own module:function; several are added up."""
-    steps: int = UsualCount(USUAL.steps)
-    """Steps of every run: 60 for the built-in models, 100 for others."""
+    steps: int | None = None
+    """Steps of every run. None: 60 for the built-in models, 100 for others."""
     algorithm: Literal["grpo", "ppo"] = "grpo"
     """grpo or ppo."""
     static_beta: float = 0.04
@@ -144,13 +134,13 @@ class CompareConfig:
     heldout: str | None = None
     """Text file for held-out perplexity, one passage a line."""
     lr: float | None = None
-    """Learning rate: 1.5e-3 for tiny, 5e-4 for smollm2, 5e-4 · (576 / hidden size)^(3/4) for others."""
-    prompts_per_step: int = UsualCount(USUAL.prompts)
-    """Prompts a step: 4 for the built-in models, 8 for others."""
-    group_size: int = UsualCount(USUAL.group_size)
-    """Completions a prompt: 8."""
-    max_tokens: int = UsualCount(USUAL.max_tokens)
-    """Longest completion: 24 tokens for the built-in models, 128 for others."""
+    """Learning rate. None: 1.5e-3 for tiny, 5e-4 for smollm2, 5e-4 · (576 / hidden size)^(3/4) for others."""
+    prompts_per_step: int | None = None
+    """Prompts a step. None: 4 for the built-in models, 8 for others."""
+    group_size: int | None = None
+    """Completions a prompt. None: 8."""
+    max_tokens: int | None = None
+    """Longest completion. None: 24 tokens for the built-in models, 128 for others."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """bfloat16 on a GPU and float32 on a CPU if auto."""
     device: str = "auto"
@@ -161,11 +151,12 @@ class CompareConfig:
     def __post_init__(self) -> None:
         require_number("--seeds", self.seeds, at_least=1, way_out="3 is usual; one gives no interval.")
         for name in ("steps", "prompts_per_step", "max_tokens"):
-            flag = f"--{name.replace('_', '-')}"
-            require_number(flag, getattr(self, name), at_least=1, way_out="It is a count.")
+            if (count := getattr(self, name)) is not None:
+                require_number(f"--{name.replace('_', '-')}", count, at_least=1, way_out="It is a count.")
         least = 2 if self.algorithm == "grpo" else 1
         way_out = "GRPO compares completions of one prompt; --algorithm ppo does not."
-        require_number("--group-size", self.group_size, at_least=least, way_out=way_out)
+        if self.group_size is not None:
+            require_number("--group-size", self.group_size, at_least=least, way_out=way_out)
         if self.lr is not None:
             require_number("--lr", self.lr, above=0, way_out="Leave it out for a usual one.")
         parse_arms(self.arms, self.static_beta)
@@ -182,38 +173,53 @@ class CompareConfig:
         if self.heldout is not None and not Path(self.heldout).is_file():
             raise ConfigError(f"--heldout {self.heldout!r} is not a file. Give a text file, one passage a line.")
 
-    def resolved(self) -> CompareConfig:
+    def resolved(self) -> ResolvedComparison:
         """With its usual values written out: left out or spelt out, they are the same comparison."""
         usual = models.usual(self.model, trust_remote_code=self.trust_remote_code)
-        counts = {
-            "steps": usual.steps,
-            "prompts_per_step": usual.prompts,
-            "group_size": usual.group_size,
-            "max_tokens": usual.max_tokens,
+        numbers = {
+            "target": self.target or USUAL_TARGET,
+            "per": self.per or "token",
+            "steps": self.steps or usual.steps,
+            "lr": self.lr or usual.lr,
+            "prompts_per_step": self.prompts_per_step or usual.prompts,
+            "group_size": self.group_size or usual.group_size,
+            "max_tokens": self.max_tokens or usual.max_tokens,
         }
-        named: dict[str, Any] = {name: counts[name] for name in left_out(self)}
-        return replace(self, target=self.target or 0.05, per=self.per or "token", lr=self.lr or usual.lr, **named)
+        return ResolvedComparison(**{**vars(self), **numbers})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedComparison(CompareConfig):
+    """A comparison in numbers: what :meth:`CompareConfig.resolved` makes and is run."""
+
+    target: float
+    per: Unit
+    steps: int
+    lr: float
+    prompts_per_step: int
+    group_size: int
+    max_tokens: int
 
     def train_config(self, arm: Arm, seed: int, run: Path) -> TrainConfig:
         """The run of one arm and seed."""
-        own = self.resolved()
-        assert own.lr is not None
         return TrainConfig(
             model=self.model,
             prompts=self.prompts,
             run=str(run),
-            steps=own.steps,
+            steps=self.steps,
             seed=seed,
             dtype=self.dtype,
             device=self.device,
             trust_remote_code=self.trust_remote_code,
             keep=1,
-            sample_every=max(1, own.steps),
-            kl=KLConfig(**{"target": own.target, "per": own.per, **arm.kl}),
-            rollout=RolloutConfig(prompts=own.prompts_per_step, group_size=own.group_size, max_tokens=own.max_tokens),
+            sample_every=max(1, self.steps),
+            kl=KLConfig(**{"target": self.target, "per": self.per, **arm.kl}),
+            rollout=RolloutConfig(
+                prompts=self.prompts_per_step, group_size=self.group_size, max_tokens=self.max_tokens
+            ),
             reward=RewardConfig(functions=self.reward),
             algorithm=AlgorithmConfig(name=self.algorithm),
-            optim=OptimConfig(lr=own.lr),
+            optim=OptimConfig(lr=self.lr),
         )
 
 
@@ -224,12 +230,12 @@ def run(config: CompareConfig, out: str | Path, *, at_once: int = 0) -> Comparis
     """Every arm and seed, those already finished left alone; then what is on disk, read back."""
     folder = Folder(out)
     # Fetched here, where its progress is seen and before the folder is claimed; the folder names what came.
-    config = replace(config, model=models.canonical(config.model))
-    config = _grown(config.resolved(), folder)
+    asked = replace(config, model=models.canonical(config.model))
+    config = _grown(asked.resolved(), folder)
     chosen = parse_arms(config.arms, config.static_beta)
     runner.check_asked(at_once)
     _check_runs(config, chosen, folder)
-    left_out = replace(config, target=None, per=None, lr=None).resolved()
+    left_out = replace(asked, target=None, per=None, lr=None).resolved()
     usual = {"target": left_out.target, "per": left_out.per, "lr": left_out.lr}
     folder.check("compare", asdict(config), may_grow=MAY_GROW, usual=usual)
     models.resolve(config.model)
@@ -246,7 +252,7 @@ def run(config: CompareConfig, out: str | Path, *, at_once: int = 0) -> Comparis
         return load(folder.path, config, chosen)
 
 
-def _grown(config: CompareConfig, folder: Folder) -> CompareConfig:
+def _grown(config: ResolvedComparison, folder: Folder) -> ResolvedComparison:
     """``config`` with the arms, seeds and oracle that the folder holds already: asking for fewer drops none of them."""
     if not folder.settings.is_file():
         return config
@@ -262,10 +268,10 @@ def _grown(config: CompareConfig, folder: Folder) -> CompareConfig:
     )
 
 
-def load(path: Path, config: CompareConfig, chosen: Sequence[Arm]) -> Comparison:
+def load(path: Path, config: ResolvedComparison, chosen: Sequence[Arm]) -> Comparison:
     """The comparison in ``path``, of which everything was run."""
     folder = Folder(path)
-    target = config.target or 0.05
+    target = config.target
     arms = {a.name: _records(config, folder, a) for a in chosen}
     constants: dict[str, list[records.Record]] = {}
     if config.oracle:
@@ -274,7 +280,7 @@ def load(path: Path, config: CompareConfig, chosen: Sequence[Arm]) -> Comparison
             constants[constant_arm(beta).name] = _records(config, folder, constant_arm(beta))
     oracle = best_constant(constants, target, config.steps) if constants else None
     reference = worker.read_reference(folder.reference)
-    return Comparison(path, target, config.per or "token", arms, constants, oracle, reference)
+    return Comparison(path, target, config.per, arms, constants, oracle, reference)
 
 
 def best_constant(constants: dict[str, list[records.Record]], target: float, steps: int) -> str:
@@ -292,9 +298,9 @@ def best_constant(constants: dict[str, list[records.Record]], target: float, ste
     return max(constants, key=rank)
 
 
-def closest(config: CompareConfig, folder: Folder, coarse: list[Arm]) -> Arm:
+def closest(config: ResolvedComparison, folder: Folder, coarse: list[Arm]) -> Arm:
     """Of the coarse constants the one whose late KL is nearest the target, as a ratio."""
-    target = config.target or 0.05
+    target = config.target
 
     def distance(arm: Arm) -> float:
         kl = figures(arm.name, [records.read(run_folder(folder, arm, 0))], target).kl
@@ -308,24 +314,24 @@ def run_folder(folder: Folder, arm: Arm, seed: int) -> Path:
     return folder.runs / arm.name / f"seed-{seed}"
 
 
-def _coarse(config: CompareConfig, folder: Folder) -> list[Arm]:
-    per = config.per or "token"
+def _coarse(config: ResolvedComparison, folder: Folder) -> list[Arm]:
+    per = config.per
     length = 1.0 if per == "sequence" else float(worker.read_reference(folder.reference)["length"])
-    return [constant_arm(b) for b in coarse_constants(config.target or 0.05, length)]
+    return [constant_arm(b) for b in coarse_constants(config.target, length)]
 
 
-def _job(config: CompareConfig, folder: Folder, arm: Arm, seed: int) -> Job:
+def _job(config: ResolvedComparison, folder: Folder, arm: Arm, seed: int) -> Job:
     made = config.train_config(arm, seed, run_folder(folder, arm, seed))
     return worker.job(f"{arm.name} seed {seed}", made, folder.reference, heldout=config.heldout)
 
 
-def _check_runs(config: CompareConfig, chosen: Sequence[Arm], folder: Folder) -> None:
+def _check_runs(config: ResolvedComparison, chosen: Sequence[Arm], folder: Folder) -> None:
     """Make every configuration once before anything runs: a wrong one is refused now."""
     for arm in chosen:
         config.train_config(arm, 0, run_folder(folder, arm, 0))
 
 
-def _reference(config: CompareConfig, arm: Arm, folder: Folder) -> None:
+def _reference(config: ResolvedComparison, arm: Arm, folder: Folder) -> None:
     if folder.reference.is_file():
         return
     progress = Progress()
@@ -334,7 +340,7 @@ def _reference(config: CompareConfig, arm: Arm, folder: Folder) -> None:
         runner.run_local([job], kind="reference", at_once=1, logs=folder.logs, progress=progress)
 
 
-def _train(config: CompareConfig, folder: Folder, wanted: Sequence[tuple[Arm, int]], at_once: int) -> None:
+def _train(config: ResolvedComparison, folder: Folder, wanted: Sequence[tuple[Arm, int]], at_once: int) -> None:
     todo = [(a, s) for a, s in wanted if not records.finished(run_folder(folder, a, s), config.steps)]
     already = sum(records.last_step(run_folder(folder, a, s)) for a, s in todo)
     progress = Progress()
@@ -347,5 +353,5 @@ def _train(config: CompareConfig, folder: Folder, wanted: Sequence[tuple[Arm, in
         )
 
 
-def _records(config: CompareConfig, folder: Folder, arm: Arm) -> list[records.Record]:
+def _records(config: ResolvedComparison, folder: Folder, arm: Arm) -> list[records.Record]:
     return [records.read(run_folder(folder, arm, seed)) for seed in range(config.seeds)]

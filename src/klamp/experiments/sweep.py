@@ -20,7 +20,7 @@ from klamp.results import records
 from klamp.results.statistics import Figures, figures
 from klamp.results.verdict import number
 from klamp.train import data
-from klamp.train.config import KLConfig, TrainConfig
+from klamp.train.config import KLConfig, ResolvedConfig, TrainConfig
 
 Engine = Literal["local", "ray"]
 USUAL_SWEEP = ("kl.beta=0.01:1:5:log",)
@@ -143,7 +143,7 @@ def run(config: SweepConfig, out: str | Path, *, engine: Engine = "local", at_on
         return load(config, folder)
 
 
-def plan(config: SweepConfig, folder: Folder) -> list[tuple[str, dict[str, Any], TrainConfig]]:
+def plan(config: SweepConfig, folder: Folder) -> list[tuple[str, dict[str, Any], ResolvedConfig]]:
     """(label, what varies, configuration) of every run, all of them checked."""
     base, assigned, planned = config.base(), config.assigned(), []
     points = config.points()
@@ -164,19 +164,19 @@ def plan(config: SweepConfig, folder: Folder) -> list[tuple[str, dict[str, Any],
         raise ConfigError(
             "--over varies model or prompts; held-out text and references would differ. Sweep them apart."
         )
-    if len({made.kl.per for _, _, made in planned}) > 1:
+    if len({made.kl.unit for _, _, made in planned}) > 1:
         raise ConfigError("--over varies kl.per; KLs in several units are not on one axis. Sweep them apart.")
     return planned
 
 
-def _made(base: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
+def _made(base: TrainConfig, changes: dict[str, Any]) -> ResolvedConfig:
     try:
         return sweep_grammar.apply(base, changes).resolved()
     except ConfigError as error:
         raise ConfigError(f"{sweep_grammar.label(changes)}: {error} Fields go into --set, one at a time.") from None
 
 
-def _check_used(field: str, runs: list[TrainConfig]) -> None:
+def _check_used(field: str, runs: list[ResolvedConfig]) -> None:
     """Refuse to vary what no run of the sweep reads: all its points would be one and the same."""
     found = [unused(field, made) for made in runs]
     if all(found):
@@ -191,10 +191,10 @@ def load(config: SweepConfig, folder: Folder) -> Sweep:
     planned = plan(config, folder)
     for label, changes, made in planned:
         grouped.setdefault(label, (changes, []))[1].append(records.read(Path(made.run)))
-    targets = {None if unused("kl.target", made) else made.kl.target for _, _, made in planned}
+    targets = {None if unused("kl.target", made) else made.kl.goal for _, _, made in planned}
     target = targets.pop() if len(targets) == 1 else None
     points = [Point(name, c, runs, figures(name, runs, target)) for name, (c, runs) in grouped.items()]
-    return Sweep(folder.path, points, target, planned[0][2].kl.per or "token", worker.read_reference(folder.reference))
+    return Sweep(folder.path, points, target, planned[0][2].kl.unit, worker.read_reference(folder.reference))
 
 
 def table(found: Sweep) -> Any:
@@ -233,13 +233,13 @@ def sentence(found: Sweep) -> str:
     return f"{len(front)} of {len(found.points)} points are on the reward-KL frontier: {between}."
 
 
-def _job(config: SweepConfig, folder: Folder, label: str, made: TrainConfig) -> Job:
+def _job(config: SweepConfig, folder: Folder, label: str, made: ResolvedConfig) -> Job:
     return worker.job(f"{label} seed {made.seed}", made, folder.reference.resolve(), heldout=config.heldout)
 
 
-def _finished(made: TrainConfig) -> bool:
+def _finished(made: ResolvedConfig) -> bool:
     return records.finished(Path(made.run), made.steps)
 
 
-def _model(made: TrainConfig) -> tuple[str, str | None]:
+def _model(made: ResolvedConfig) -> tuple[str, str | None]:
     return made.model, made.prompts

@@ -35,7 +35,7 @@ from klamp.models.policy import Policy
 from klamp.sampling.batch import Rollout, part
 from klamp.sampling.sampler import Sampler, context_of
 from klamp.train import data
-from klamp.train.config import TrainConfig
+from klamp.train.config import ResolvedConfig, TrainConfig
 from klamp.train.loop import Trainer
 from klamp.train.run_folder import RunFolder, atomic_text
 
@@ -68,9 +68,9 @@ class Job:
         return asdict(self)
 
     @property
-    def train_config(self) -> TrainConfig:
+    def train_config(self) -> ResolvedConfig:
         """The run's configuration."""
-        return from_dict(TrainConfig, self.config, where=self.label)
+        return from_dict(TrainConfig, self.config, where=self.label).resolved()
 
     @property
     def steps(self) -> int:

@@ -17,6 +17,7 @@ from klamp.train.config import (
     KLConfig,
     LoraConfig,
     OptimConfig,
+    ResolvedConfig,
     RolloutConfig,
     TrainConfig,
 )
@@ -184,7 +185,7 @@ class Arguments:
             raise ConfigError(f"{' and '.join(named)} each name a reference. Give one of them.")
         return next(iter(named.values()), Base())
 
-    def config(self, place: Place, *, step: int, groups: int, largest: int, temperature: float) -> TrainConfig:
+    def config(self, place: Place, *, step: int, groups: int, largest: int, temperature: float) -> ResolvedConfig:
         """The whole configuration of ``step``."""
         return TrainConfig(
             model=place.base_model,
@@ -201,7 +202,7 @@ class Arguments:
                 lr=float(self.learning_rate), max_grad_norm=self.max_grad_norm, micro_batch=self.micro_batch
             ),
             lora=place.lora,
-        )
+        ).resolved()
 
     def _kl(self) -> KLConfig:
         """k1 in the advantage at the price of the controller, whose target the clamp and the monitor know too."""

@@ -23,7 +23,7 @@ from klamp.sampling.sampler import Sampler
 from klamp.sampling.server_sampler import ServerSampler
 from klamp.serve import engine
 from klamp.serve.engine import STEPS_IN_MEMORY, Model
-from klamp.train.config import RolloutConfig
+from klamp.train.config import ResolvedRollout
 from klamp.train.data import mix
 
 if TYPE_CHECKING:
@@ -86,7 +86,9 @@ class Completions:
         return ids
 
     def _drawn(self, prompts: list[list[int]], max_tokens: int, temperature: float) -> Iterator[Choice]:
-        sampler = self._sampler(RolloutConfig(group_size=1, max_tokens=max_tokens, temperature=temperature), prompts)
+        sampler = self._sampler(
+            ResolvedRollout(prompts=1, group_size=1, max_tokens=max_tokens, temperature=temperature), prompts
+        )
         generator = torch.Generator(self.worker.learner.device).manual_seed(
             mix(self.worker.place.seed, self.worker.step, self.asked, 3)
         )
@@ -105,7 +107,7 @@ class Completions:
                 step=self.worker.step,
             )
 
-    def _sampler(self, settings: RolloutConfig, prompts: list[list[int]]) -> Sampler | ServerSampler:
+    def _sampler(self, settings: ResolvedRollout, prompts: list[list[int]]) -> Sampler | ServerSampler:
         if self.served is not None:
             return self.served.for_step(self.worker, settings, prompts)
         if self.sampler is None or self.sampler.config.temperature != settings.temperature:
@@ -160,7 +162,7 @@ class Served:
         self.url, self.name = url, name
         self.sampler: ServerSampler | None = None
 
-    def for_step(self, worker: Worker, settings: RolloutConfig, prompts: Sequence[Sequence[int]]) -> ServerSampler:
+    def for_step(self, worker: Worker, settings: ResolvedRollout, prompts: Sequence[Sequence[int]]) -> ServerSampler:
         """The sampler with ``worker``'s newest weights; the first call checks the server."""
         if self.sampler is None:
             place, encoder = worker.place, worker.encoder
@@ -187,7 +189,7 @@ class Served:
         ask, encoder = request.ask, worker.encoder
         if ask.top_logprobs:
             raise ConfigError("top_logprobs is not supported where a vLLM server samples. Leave it out.")
-        sampler = self.for_step(worker, RolloutConfig(group_size=1, max_tokens=most), [prompt])
+        sampler = self.for_step(worker, ResolvedRollout(prompts=1, group_size=1, max_tokens=most), [prompt])
         version, seed = sampler.version, random.getrandbits(31) if ask.seed is None else ask.seed % 2**31
         wanted = vllm_server.Request(
             n=ask.n, max_tokens=most, temperature=ask.temperature, top_p=ask.top_p, end=encoder.end

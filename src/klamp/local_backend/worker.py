@@ -29,7 +29,7 @@ from klamp.references import AdapterPath, Base, Ema, Periodic, ReferenceSpec, St
 from klamp.references.folders import folder_of, saved_steps
 from klamp.sampling.sampler import context_of, end_ids
 from klamp.train import checkpoint
-from klamp.train.config import TrainConfig
+from klamp.train.config import ResolvedConfig, TrainConfig
 from klamp.train.data import mix
 from klamp.train.kl_config import control_of
 from klamp.train.launch import make_accelerator
@@ -74,7 +74,7 @@ class Worker:
             device=place.device,
             keep=place.keep,
             lora=place.lora,
-        )
+        ).resolved()
         place.folder.mkdir(parents=True, exist_ok=True)
         with self.folder.lock(), _randomness_untouched():
             accelerator = make_accelerator(config)
@@ -119,7 +119,7 @@ class Worker:
                 f"{saved.get('base_model')!r}), not {mine[name]!r}. Use those, or another name."
             )
 
-    def _go_on(self, config: TrainConfig) -> None:
+    def _go_on(self, config: ResolvedConfig) -> None:
         saved = checkpoint.newest(self.place.folder)
         if saved is None:
             checkpoint.check_disk(self.place.folder, self.learner)
@@ -169,7 +169,7 @@ class Worker:
         self.completions.asked = 0
         return TrainResult(step, metrics, str(self.path), outcome.alarms, before or self.anchored)
 
-    def _step(self, step: int, batch: Batch, config: TrainConfig, arguments: Arguments) -> Outcome:
+    def _step(self, step: int, batch: Batch, config: ResolvedConfig, arguments: Arguments) -> Outcome:
         rollout, scored = batch.tensors(int(self.tokenizer.pad_token_id), arguments)
         if step == 1 and batch.says_something:
             preflight(self.learner, rollout)
@@ -177,14 +177,14 @@ class Worker:
         self.completions.refresh()
         return outcome
 
-    def _write(self, step: int, config: TrainConfig, outcome: Outcome, metrics: dict[str, float]) -> None:
+    def _write(self, step: int, config: ResolvedConfig, outcome: Outcome, metrics: dict[str, float]) -> None:
         self.folder.write_config(config)
         self.folder.append(self.folder.metrics, {"step": step, **metrics})
         for alarm in outcome.alarms:
             self.folder.append(self.folder.alarms, alarm.to_dict())
         checkpoint.save(self.place.folder, step, self.learner, self.tokenizer, config)
 
-    def _settle(self, config: TrainConfig, arguments: Arguments) -> None:
+    def _settle(self, config: ResolvedConfig, arguments: Arguments) -> None:
         """This step's settings on the learner; a controller with the settings of the step before goes on from there."""
         learner = self.learner
         learner.config = config
@@ -217,7 +217,7 @@ class Worker:
     def delete_checkpoints(self, keep: Sequence[int]) -> list[int]:
         """Delete other steps than ``keep``, the newest and those that the newest step's reference needs."""
         with self.folder.lock():
-            config = self.folder.own_config() if self.step else TrainConfig(model=self.place.base_model)
+            config = self.folder.own_config() if self.step else TrainConfig(model=self.place.base_model).resolved()
             checkpoint.discard(self.place.folder, {self.step, *keep}, config)
         return saved_steps(self.place.folder)
 

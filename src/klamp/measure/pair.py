@@ -183,7 +183,7 @@ def sides(policy: str | None, reference: str | None, prompts: str | Sequence[Pro
     if policy is None:
         raise ConfigError("policy is missing. Name a run, or two models: klamp measure runs/train, klamp measure A B.")
     found = _run_of(policy) or (None if reference is None else _run_of(reference))
-    run = None if found is None else from_yaml(TrainConfig, found / "config.yaml")
+    run = None if found is None else from_yaml(TrainConfig, found / "config.yaml").resolved()
     if reference is None:
         reference = _base(policy, run)
     return Sides(_model(policy), _model(reference), _prompts(prompts, policy, found, run), run)

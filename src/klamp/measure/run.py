@@ -29,7 +29,7 @@ from klamp.sampling.batch import Rollout
 from klamp.sampling.sampler import Sampler, context_of, end_ids
 from klamp.sampling.server_sampler import ServedSampler
 from klamp.sampling.vllm_server import Request, Server
-from klamp.train.config import RolloutConfig
+from klamp.train.config import ResolvedRollout, RolloutConfig
 from klamp.train.data import mix
 from klamp.train.run_folder import atomic_text, no_links_out
 
@@ -241,8 +241,8 @@ class _Source:
         self.pair, self.settings, self.prompts, self.completions = pair, settings, prompts, completions
         self.samples = 1 if completions is not None else settings.samples
         self.context = context_of(pair.policy.model)
-        config = RolloutConfig(
-            group_size=self.samples, max_tokens=settings.max_tokens, temperature=settings.temperature
+        config = ResolvedRollout(
+            prompts=1, group_size=self.samples, max_tokens=settings.max_tokens, temperature=settings.temperature
         )
         self.server: Server | None = None
         self.sampler: Sampler | ServedSampler | None = None

@@ -139,7 +139,7 @@ def _again(path: Path, out: Path | None) -> Path:
     try:
         if kind == "sweep":
             return write_sweep(sweep.load(sweep.SweepConfig(**values), Folder(path)), out)
-        config = compare.CompareConfig(**values)
+        config = compare.CompareConfig(**values).resolved()
     except TypeError as error:
         raise ConfigError(f"{str(path / SETTINGS)!r} is of another version of klamp: {error}.") from None
     found = compare.load(path, config, parse_arms(config.arms, config.static_beta))

@@ -19,7 +19,7 @@ from klamp.sampling.decode import Decoder
 from klamp.sampling.merged_model import MergedModel, Trained
 
 if TYPE_CHECKING:
-    from klamp.train.config import RolloutConfig
+    from klamp.train.config import ResolvedRollout
 
 BUCKET = 32
 """On a GPU prompts are padded to a multiple of this, so that few CUDA graphs serve all of them."""
@@ -32,7 +32,7 @@ class Sampler:
         self,
         policy: Trained,
         tokenizer: Any,
-        config: RolloutConfig,
+        config: ResolvedRollout,
         context: int | None,
         merged: MergedModel | None = None,
     ) -> None:

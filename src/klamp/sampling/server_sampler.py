@@ -54,7 +54,7 @@ class Ahead:
 
 if TYPE_CHECKING:
     from klamp.models.policy import Policy
-    from klamp.train.config import RolloutConfig
+    from klamp.train.config import ResolvedRollout
 
 SAME_BASE = 0.1
 """Mean |Δ log-prob| in nats up to which two engines hold the same weights: rounding makes 0.01 to 0.05 in bf16."""
@@ -69,7 +69,7 @@ class ServerSampler:
         self,
         policy: Policy,
         tokenizer: Any,
-        config: RolloutConfig,
+        config: ResolvedRollout,
         context: int | None,
         server: Server,
         *,
@@ -88,7 +88,7 @@ class ServerSampler:
         self.version, self.end = 0, end
         self.configure(config)
 
-    def configure(self, config: RolloutConfig) -> None:
+    def configure(self, config: ResolvedRollout) -> None:
         """Sample from now on as ``config`` says."""
         self.config = config
         self.request = Request(

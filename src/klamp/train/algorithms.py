@@ -18,7 +18,7 @@ from klamp.masked import select, sum_count
 from klamp.objectives import gae, group_advantages, to_go, whiten
 from klamp.placements import in_reward
 from klamp.sampling.batch import Part, Rollout
-from klamp.train.config import KLConfig, TrainConfig
+from klamp.train.config import KLConfig, ResolvedConfig
 from klamp.train.rewards import Scored
 
 Reduce = Callable[[Tensor], Tensor]
@@ -112,7 +112,7 @@ class Algorithm(Protocol):
 class GRPO:
     """Group advantages of the task reward alone, the same for every token of a sequence."""
 
-    config: TrainConfig
+    config: ResolvedConfig
     values: ClassVar[bool] = False
     groups: ClassVar[bool] = True
 
@@ -139,7 +139,7 @@ class GRPO:
 class PPO:
     """Generalised advantages of the reward at the last counted token, whitened over the step."""
 
-    config: TrainConfig
+    config: ResolvedConfig
     values: ClassVar[bool] = True
     groups: ClassVar[bool] = False
 
@@ -173,19 +173,19 @@ class PPO:
 ALGORITHMS: dict[str, type[GRPO | PPO]] = {"grpo": GRPO, "ppo": PPO}
 
 
-def algorithm_of(config: TrainConfig) -> Algorithm:
+def algorithm_of(config: ResolvedConfig) -> Algorithm:
     """The algorithm that ``algorithm.name`` names."""
     return ALGORITHMS[config.algorithm.name](config)
 
 
-def needs_look(config: TrainConfig, stale: bool) -> bool:
+def needs_look(config: ResolvedConfig, stale: bool) -> bool:
     """Whether the update must know the whole batch's log-probs beforehand."""
     several = config.algorithm.epochs * config.algorithm.minibatches > 1
     return several or stale or algorithm_of(config).values or config.kl.placement == "in_advantage"
 
 
 def prepare(
-    config: TrainConfig, rollout: Rollout, scored: Scored, look: Look | None, beta: float, reduce: Reduce
+    config: ResolvedConfig, rollout: Rollout, scored: Scored, look: Look | None, beta: float, reduce: Reduce
 ) -> Prepared:
     """What the update works with, at the price ``beta``, which only PPO with KL in the reward looks at."""
     valid = scored.valid.to(rollout.mask.device)

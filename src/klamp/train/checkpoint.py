@@ -29,7 +29,7 @@ from klamp.references import CheckpointStep, StepLag, parse
 from klamp.references.folders import folder_of, saved_steps
 from klamp.sampling.merged_model import ADAPTER
 from klamp.train import data
-from klamp.train.config import TrainConfig
+from klamp.train.config import ResolvedConfig
 from klamp.train.learner import Learner
 from klamp.train.model_card import model_card
 from klamp.train.run_folder import GO_ON, RunFolder, damage, seal, sync_folder
@@ -50,7 +50,7 @@ class Saved:
 
 
 def save(
-    run: Path, step: int, learner: Learner, tokenizer: Any, config: TrainConfig, *, rewards: Sequence[str] = ()
+    run: Path, step: int, learner: Learner, tokenizer: Any, config: ResolvedConfig, *, rewards: Sequence[str] = ()
 ) -> Path:
     """Write the checkpoint of ``step``; the main process writes, every process calls.
 
@@ -254,7 +254,7 @@ def sweep(folder: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _retain(run: Path, last: int, config: TrainConfig) -> None:
+def _retain(run: Path, last: int, config: ResolvedConfig) -> None:
     """Delete checkpoints beyond ``keep``, but never one that the reference needs, nor one after ``last``."""
     if config.keep == 0:
         return
@@ -262,7 +262,7 @@ def _retain(run: Path, last: int, config: TrainConfig) -> None:
     discard(run, set(steps[-config.keep :]), config, steps)
 
 
-def discard(run: Path, protected: set[int], config: TrainConfig, among: list[int] | None = None) -> None:
+def discard(run: Path, protected: set[int], config: ResolvedConfig, among: list[int] | None = None) -> None:
     """Delete checkpoints other than those ``protected`` and those that the reference of ``config`` needs."""
     steps = saved_steps(run) if among is None else among
     spec = parse(config.kl.reference)

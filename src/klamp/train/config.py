@@ -6,14 +6,14 @@ All checks that can be made without loading anything are made here, when the obj
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 from klamp import models
-from klamp.config_io import Default, UsualCount, UsualRate, left_out
 from klamp.errors import ConfigError, require_number, unknown
 from klamp.train.kl_config import KLConfig as KLConfig
 
-USUAL = models.USUAL["tiny"]
+Part = TypeVar("Part", "RolloutConfig", "OptimConfig")
+
 USUAL_LIMIT = 2.0
 """The largest weight, or ratio either way: what TRL, verl, SkyRL and NeMo-RL truncate at."""
 
@@ -52,12 +52,12 @@ class CorrectionConfig:
 class RolloutConfig:
     """What is sampled each step."""
 
-    prompts: int = UsualCount(USUAL.prompts)
-    """Prompts a step, over all processes: 4 for the built-in models, 8 for others."""
-    group_size: int = UsualCount(USUAL.group_size)
-    """Completions of each prompt: 8."""
-    max_tokens: int = UsualCount(USUAL.max_tokens)
-    """Longest completion, in tokens: 24 for the built-in models, 128 for others."""
+    prompts: int | None = None
+    """Prompts a step, over all processes. None: 4 for the built-in models, 8 for others."""
+    group_size: int | None = None
+    """Completions of each prompt. None: 8."""
+    max_tokens: int | None = None
+    """Longest completion, in tokens. None: 24 for the built-in models, 128 for others."""
     temperature: float = 1.0
     """Sampling temperature. KL and log-probs are those of the distribution sampled from."""
     top_p: float = 1.0
@@ -87,7 +87,8 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         for name in ("prompts", "group_size", "max_tokens"):
-            require_number(f"rollout.{name}", getattr(self, name), at_least=1, way_out="It is a count.")
+            if getattr(self, name) is not None:
+                require_number(f"rollout.{name}", getattr(self, name), at_least=1, way_out="It is a count.")
         require_number("rollout.temperature", self.temperature, above=0, way_out="1.0 samples the model itself.")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"‹rollout.top_p› must be in (0, 1], got {self.top_p!r}. 1.0 samples the model itself.")
@@ -178,8 +179,8 @@ class AlgorithmConfig:
 class OptimConfig:
     """AdamW and its schedule."""
 
-    lr: float = UsualRate(USUAL.lr)
-    """Learning rate: 1.5e-3 (tiny), 5e-4 (smollm2) or 5e-4 · (576 / hidden size)^(3/4); a tenth of it with full."""
+    lr: float | None = None
+    """Learning rate. None: 1.5e-3 (tiny), 5e-4 (smollm2) or 5e-4 · (576 / hidden size)^(3/4); a tenth with full."""
     value_lr: float = 1e-3
     """Learning rate of PPO's value head."""
     weight_decay: float = 0.0
@@ -200,7 +201,8 @@ class OptimConfig:
     """A step whose loss or gradient is not finite is skipped and counted, or stops the run."""
 
     def __post_init__(self) -> None:
-        require_number("optim.lr", self.lr, above=0, way_out="1e-4 is usual for LoRA.")
+        if self.lr is not None:
+            require_number("optim.lr", self.lr, above=0, way_out="1e-4 is usual for LoRA.")
         require_number("optim.max_grad_norm", self.max_grad_norm, at_least=0, way_out="0 turns clipping off.")
         require_number("optim.micro_batch", self.micro_batch, at_least=0, way_out="0 takes the whole share.")
 
@@ -231,8 +233,8 @@ class TrainConfig:
     one prompt a line. None: the built-in model's own."""
     run: str = "runs/train"
     """Folder of the run: config.yaml, metrics.jsonl, samples.jsonl, checkpoints/."""
-    steps: int = UsualCount(USUAL.steps)
-    """Steps in all: 60 for the built-in models, 100 for others."""
+    steps: int | None = None
+    """Steps in all. None: 60 for the built-in models, 100 for others."""
     seed: int = 0
     """Of prompts, sampling and initial weights."""
     full: bool = False
@@ -269,25 +271,26 @@ class TrainConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
-        require_number("steps", self.steps, at_least=1, way_out="It counts optimiser steps.")
+        if self.steps is not None:
+            require_number("steps", self.steps, at_least=1, way_out="It counts optimiser steps.")
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"‹seed› must fit in 64 bits, got {self.seed!r}. Any smaller whole number will do.")
         require_number("save_every", self.save_every, at_least=1, way_out="It counts steps.")
         require_number("sample_every", self.sample_every, at_least=1, way_out="It counts steps.")
         require_number("process_timeout", self.process_timeout, above=0, way_out="It is in seconds; 600 is usual.")
         require_number("keep", self.keep, at_least=0, way_out="0 keeps every checkpoint.")
-        known = not isinstance(self.rollout.prompts, Default)  # otherwise seen when it is resolved
-        if known and self.algorithm.minibatches > self.rollout.prompts * self.rollout.group_size:
+        prompts, group_size = self.rollout.prompts, self.rollout.group_size  # None: checked once it is resolved
+        if prompts and group_size and self.algorithm.minibatches > prompts * group_size:
             raise ConfigError(
                 f"‹algorithm.minibatches› {self.algorithm.minibatches} is more than the "
-                f"{self.rollout.prompts * self.rollout.group_size} completions of a step. Lower it."
+                f"{prompts * group_size} completions of a step. Lower it."
             )
         if self.rollout.engine == "vllm" and self.full:
             raise ConfigError(
                 "‹full› and ‹rollout.engine=vllm› do not go together: a server takes adapters over HTTP, not whole "
                 "models. Train a LoRA adapter, or sample with ‹rollout.engine=builtin›."
             )
-        if self.algorithm.name == "grpo" and self.rollout.group_size < 2:
+        if self.algorithm.name == "grpo" and group_size == 1:
             raise ConfigError(
                 "‹rollout.group_size› is 1, and GRPO compares completions of one prompt. Use 2 or more, or "
                 "‹algorithm.name=ppo›."
@@ -301,21 +304,72 @@ class TrainConfig:
             return CorrectionConfig(kind="truncate", limit=found.limit) if self.rollout.engine == "vllm" else None
         return None if found.kind == "none" else found
 
-    def resolved(self, run: TrainConfig | None = None) -> TrainConfig:
-        """Every field that was left out written down: as ``run`` has it, or else as is usual for the model."""
-        parts = {name: getattr(self, name) for name in ("optim", "rollout", "kl")}
-        if run is None:
-            if not any(left_out(part) for part in (self, self.optim, self.rollout)):
-                return self
-            run = usual_config(models.usual(self.model, full=self.full, trust_remote_code=self.trust_remote_code))
-        given: dict[str, Any] = {name: getattr(run, name) for name in left_out(self)}
-        for name, part in parts.items():
-            other = getattr(run, name)
-            given[name] = replace(part, **{field: getattr(other, field) for field in left_out(part)})
-        return replace(self, **given)
+    def resolved(self, run: TrainConfig | None = None) -> ResolvedConfig:
+        """Every field that was left out written down: as ``run`` has it, or else as is usual for the model.
+
+        Args:
+            run: The configuration of the run that goes on; None for a new one.
+
+        Returns:
+            The configuration in numbers, as it is run, shown and saved.
+        """
+        if run is not None:
+            return self._with(run).resolved()
+        rollout, optim = self.rollout, self.optim
+        steps, lr = self.steps, optim.lr
+        counts = {name: getattr(rollout, name) for name in ("prompts", "group_size", "max_tokens")}
+        if None in (steps, lr, *counts.values()):
+            usual = models.usual(self.model, full=self.full, trust_remote_code=self.trust_remote_code)
+            steps, lr = steps or usual.steps, lr or usual.lr
+            counts = {name: count or getattr(usual, name) for name, count in counts.items()}
+        return ResolvedConfig(
+            **{
+                **vars(self),
+                "steps": steps,
+                "kl": self.kl.resolved(),
+                "rollout": ResolvedRollout(**{**vars(rollout), **counts}),
+                "optim": ResolvedOptim(**{**vars(optim), "lr": lr}),
+            }
+        )
+
+    def _with(self, run: TrainConfig) -> TrainConfig:
+        """What was left out here as ``run`` has it."""
+        kl = self.kl
+        target = run.kl.target if kl.target == "auto" else kl.target
+        return replace(
+            self,
+            steps=self.steps or run.steps,
+            rollout=_filled(self.rollout, run.rollout, "prompts", "group_size", "max_tokens"),
+            optim=_filled(self.optim, run.optim, "lr"),
+            kl=replace(kl, target=target, per=kl.per or run.kl.per),
+        )
 
 
-def usual_config(usual: models.Usual) -> TrainConfig:
-    """A configuration of nothing but what is usual for a model."""
-    rollout = RolloutConfig(prompts=usual.prompts, group_size=usual.group_size, max_tokens=usual.max_tokens)
-    return TrainConfig(steps=usual.steps, optim=OptimConfig(lr=usual.lr), rollout=rollout)
+def _filled(part: Part, other: Part, *names: str) -> Part:
+    """``part`` with those of its fields that are None as ``other`` has them."""
+    return replace(part, **{name: getattr(other, name) for name in names if getattr(part, name) is None})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedRollout(RolloutConfig):
+    """What is sampled each step, in numbers."""
+
+    prompts: int
+    group_size: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedOptim(OptimConfig):
+    """AdamW and its schedule, in numbers."""
+
+    lr: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedConfig(TrainConfig):
+    """A training run with nothing left to decide: what :meth:`TrainConfig.resolved` makes and a run takes."""
+
+    steps: int
+    rollout: ResolvedRollout
+    optim: ResolvedOptim

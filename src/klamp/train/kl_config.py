@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from klamp.config_io import Default, DefaultTarget, DefaultUnit
 from klamp.control import Control
 from klamp.controllers import Controller, Doubling, Exponential, Fixed, Hold, Ziegler
 from klamp.errors import ConfigError, require_number, shown, unknown
@@ -31,7 +30,8 @@ def _within(part: str) -> Iterator[None]:
         raise error.within(part) from None
 
 
-TOKEN = cast(Unit, DefaultUnit("token"))
+USUAL_TARGET = 0.05
+"""Nats per token: what is held where no target is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +42,12 @@ class KLConfig:
     one; a target without its unit is refused, as a ``Target`` would refuse it.
     """
 
-    target: float | None = DefaultTarget(0.05)
-    """KL to hold, in nats per `per`, which must be given with it. None: no target, beta stays where it is."""
-    per: Unit | None = TOKEN
-    """Unit of target, limit and the KL that steers: token, sequence (its sum) or sequence_mean (its mean)."""
+    target: float | Literal["auto"] | None = "auto"
+    """KL to hold, in nats per `per`, which must be given with it. auto: 0.05 per token. None: no target, beta stays
+    where it is."""
+    per: Unit | None = None
+    """Unit of target, limit and the KL that steers: token, sequence (its sum) or sequence_mean (its mean). None: that
+    of auto, token."""
     controller: ControllerName = "hold"
     """What steers beta: hold, ziegler, exponential, doubling or fixed."""
     beta: float | None = None
@@ -102,8 +104,8 @@ class KLConfig:
         self._check_unit()
         if self.target is None and self.controller != "fixed":
             raise ConfigError(
-                f"‹kl.target› is missing for ‹kl.controller={self.controller!r}›. Give a target in nats per "
-                f"{self.per}, or use ‹kl.controller=fixed› with ‹kl.beta›."
+                f"‹kl.target› is None, and ‹kl.controller={self.controller!r}› needs one. Give a target in nats per "
+                f"{self.unit}, leave it out for {USUAL_TARGET:g} a token, or use ‹kl.controller=fixed› with ‹kl.beta›."
             )
         if self.controller == "fixed" and self.beta is None:
             raise ConfigError(
@@ -121,27 +123,26 @@ class KLConfig:
     def _check_unit(self) -> None:
         """A KL of one's own has a unit of one's own: 0.05 per token and 0.05 per sequence are different wishes."""
         units = "‹kl.per=token›, ‹kl.per=sequence› (the sum over a sequence) or ‹kl.per=sequence_mean›"
-        own = {"kl.target": self.target, "kl.limit": self.limit}
-        for name, value in own.items():
-            if value is not None and not isinstance(value, Default) and isinstance(self.per, Default | None):
+        if isinstance(self.target, str) and self.target != "auto":
+            raise unknown("kl.target", self.target, ("auto",))
+        for name, value in {"kl.target": self.target, "kl.limit": self.limit}.items():
+            if value not in (None, "auto") and self.per is None:
                 raise ConfigError(f"‹{name}› {shown(value)} has no unit: nats per what? Add {units}.")
         if self.per not in (*UNITS, None):
             raise unknown("kl.per", self.per, UNITS)
-        if self.per is None and (self.target is not None or self.controller != "fixed"):
-            raise ConfigError(f"‹kl.per› is None, and a KL has a unit. Give {units}.")
-        if isinstance(self.target, DefaultTarget) and self.per != "token":
+        if self.target == "auto" and self.unit != "token":
             raise ConfigError(
-                f"‹kl.per={self.per}› needs a ‹kl.target› in nats per {self.per}: the target of 0.05, which holds "
-                "where none is given, is per token."
+                f"‹kl.per={self.per}› needs a ‹kl.target› in nats per {self.per}: the target of {USUAL_TARGET:g}, "
+                "which holds where none is given, is per token."
             )
 
     def _check_numbers(self) -> None:
         """What the controllers check too, in the words of the configuration."""
-        if self.target is not None:
+        if self.goal is not None:
             way_out = (
-                f"It is a KL in nats per {self.per}; for a constant price use ‹kl.controller=fixed› with ‹kl.beta›."
+                f"It is a KL in nats per {self.unit}; for a constant price use ‹kl.controller=fixed› with ‹kl.beta›."
             )
-            require_number("kl.target", self.target, above=0, way_out=way_out)
+            require_number("kl.target", self.goal, above=0, way_out=way_out)
         if self.controller == "fixed":
             require_number("kl.beta", self.beta, at_least=0, way_out="A price is never negative; 0 only measures.")
         elif self.beta is not None:
@@ -162,31 +163,45 @@ class KLConfig:
     def make_controller(self) -> Controller:
         """The controller these settings describe."""
         beta: dict[str, Any] = {} if self.beta is None else {"init_beta": self.beta}
-        target = 0.0 if self.target is None else self.target
+        target = 0.0 if self.goal is None else self.goal
         if self.controller == "fixed":
             return Fixed(0.0 if self.beta is None else self.beta)
         if self.controller == "hold":
-            return Hold(target, self.per, **beta)
+            return Hold(target, self.unit, **beta)
         if self.controller == "ziegler":
-            return Ziegler(target, self.per, horizon=self.horizon, **beta)
+            return Ziegler(target, self.unit, horizon=self.horizon, **beta)
         if self.controller == "exponential":
-            return Exponential(target, self.per, gain=self.gain, **beta)
+            return Exponential(target, self.unit, gain=self.gain, **beta)
         if self.controller == "doubling":
-            return Doubling(target, self.per, **beta)
+            return Doubling(target, self.unit, **beta)
         raise unknown("kl.controller", self.controller, ("hold", "ziegler", "exponential", "doubling", "fixed"))
+
+    @property
+    def goal(self) -> float | None:
+        """The target as a number, in nats per ``unit``; None where there is none."""
+        return USUAL_TARGET if self.target == "auto" else self.target
+
+    @property
+    def unit(self) -> Unit:
+        """What a KL is per: ``per``, or the token where it was left out."""
+        return self.per or "token"
+
+    def resolved(self) -> KLConfig:
+        """With target and unit written down."""
+        return replace(self, target=self.goal, per=self.unit)
 
     @property
     def clamp_limit(self) -> float | None:
         """The limit the clamp holds, or None when there is none to hold."""
         if not self.clamp:
             return None
-        return self.limit if self.limit is not None else None if self.target is None else 1.1 * self.target
+        return self.limit if self.limit is not None else None if self.goal is None else 1.1 * self.goal
 
 
 def control_of(kl: KLConfig, controller: Controller | None = None) -> Control:
     """Price, clamp and monitor as configured, before the first batch; ``controller`` in place of the named one."""
     made = controller or kl.make_controller()
-    monitor = Monitor(kl.target, kl.per, bounds=getattr(made, "bounds", None), advice=advice(kl))
+    monitor = Monitor(kl.goal, kl.unit, bounds=getattr(made, "bounds", None), advice=advice(kl))
     return Control(made, clamp=kl.clamp_limit, monitor=monitor)
 
 

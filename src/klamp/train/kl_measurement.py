@@ -251,9 +251,9 @@ def restore(model: nn.Module, kept: dict[str, torch.Tensor]) -> None:
 
 def warn_near_floor(kl: KLConfig, floor: float) -> None:
     """Say so where the target is hardly above what rounding alone makes of KL."""
-    if kl.target is not None and kl.target < WARN * floor:
+    if kl.goal is not None and kl.goal < WARN * floor:
         logger.warning(
             "the target %.3g is less than %g times the floor: KL reads %.2g nats per %s from rounding alone. Raise "
             "kl.target, or set dtype=float32.",
-            *(kl.target, WARN, floor, kl.per),
+            *(kl.goal, WARN, floor, kl.unit),
         )

@@ -28,13 +28,13 @@ from klamp.sampling.sampler import end_ids
 from klamp.sampling.server_sampler import ServerSampler
 from klamp.sampling.vllm_server import Server
 from klamp.train.algorithms import algorithm_of
-from klamp.train.config import TrainConfig
+from klamp.train.config import ResolvedConfig
 
 if TYPE_CHECKING:
     from klamp.train.learner import Learner
 
 
-def make_accelerator(config: TrainConfig) -> Any:
+def make_accelerator(config: ResolvedConfig) -> Any:
     """The accelerator for this process."""
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
@@ -108,7 +108,7 @@ def _rendezvous(asked: Mapping[str, str]) -> str | None:
     return "klamp://"
 
 
-def check_launch(asked: Mapping[str, str], config: TrainConfig, *, cpu: bool) -> None:
+def check_launch(asked: Mapping[str, str], config: ResolvedConfig, *, cpu: bool) -> None:
     """Refuse what the environment of ``accelerate launch`` asks for and klamp cannot do."""
     if _asked(asked, "ACCELERATE_USE_MEGATRON_LM") or _asked(asked, "ACCELERATE_USE_PARALLELISM_CONFIG"):
         raise ConfigError(
@@ -141,7 +141,7 @@ def _check_fsdp(asked: Mapping[str, str], *, cpu: bool) -> None:
             raise ConfigError(f"{name.lower()} is on in the accelerate configuration: {why}. Set it to false.")
 
 
-def _check_deepspeed(asked: Mapping[str, str], config: TrainConfig, *, cpu: bool) -> None:
+def _check_deepspeed(asked: Mapping[str, str], config: ResolvedConfig, *, cpu: bool) -> None:
     """ZeRO 0 passes through: from stage 1 on DeepSpeed keeps the weights that count where nobody else reaches them."""
     from accelerate.utils import DeepSpeedPlugin
     from accelerate.utils.imports import is_deepspeed_available
@@ -165,7 +165,7 @@ def _check_deepspeed(asked: Mapping[str, str], config: TrainConfig, *, cpu: bool
         )
 
 
-def _settle_deepspeed(settings: dict[str, Any], config: TrainConfig, processes: int) -> None:
+def _settle_deepspeed(settings: dict[str, Any], config: ResolvedConfig, processes: int) -> None:
     """What DeepSpeed's configuration left open, from klamp's; one backward pass is one step."""
     share = config.rollout.prompts * config.rollout.group_size // processes // config.algorithm.minibatches
     settings["train_micro_batch_size_per_gpu"] = max(1, share)
@@ -187,7 +187,7 @@ def _asked(environment: Mapping[str, str], name: str) -> bool:
     return environment.get(name, "false").lower() in ("true", "1", "yes")
 
 
-def build_policy(model: nn.Module, config: TrainConfig) -> Policy:
+def build_policy(model: nn.Module, config: ResolvedConfig) -> Policy:
     """The policy for ``config`` around a loaded model: LoRA unless ``full``."""
     check_sampled(model)
     if config.optim.checkpointing:
@@ -232,7 +232,7 @@ class Sampler(Protocol):
 
 
 def make_sampler(
-    config: TrainConfig, learner: Learner, tokenizer: Any, context: int | None, prompts: Sequence[Sequence[int]]
+    config: ResolvedConfig, learner: Learner, tokenizer: Any, context: int | None, prompts: Sequence[Sequence[int]]
 ) -> Sampler:
     """The sampler that ``config`` describes, for a learner that is ready and the run's encoded prompts."""
     if config.rollout.engine == "builtin":
@@ -242,7 +242,7 @@ def make_sampler(
     return _server(config, learner, tokenizer, context)
 
 
-def _server(config: TrainConfig, learner: Learner, tokenizer: Any, context: int | None) -> Sampler:
+def _server(config: ResolvedConfig, learner: Learner, tokenizer: Any, context: int | None) -> Sampler:
     from accelerate.utils import broadcast_object_list
 
     rollout, accelerator = config.rollout, learner.accelerator

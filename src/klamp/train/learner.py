@@ -26,7 +26,7 @@ from klamp.references.states import AdapterOff, Reference, make_reference
 from klamp.sampling.batch import Part, Rollout, parts
 from klamp.sampling.merged_model import ADAPTER, MergedModel
 from klamp.train.algorithms import Look, Prepared, algorithm_of, needs_look, prepare
-from klamp.train.config import TrainConfig
+from klamp.train.config import ResolvedConfig
 from klamp.train.kl_config import control_of
 from klamp.train.kl_measurement import (
     KLMeasurement,
@@ -66,7 +66,7 @@ class Outcome:
 class Learner:
     """Policy, reference, optimiser and control of a run."""
 
-    def __init__(self, config: TrainConfig, policy: Policy, accelerator: Any, run: Path) -> None:
+    def __init__(self, config: ResolvedConfig, policy: Policy, accelerator: Any, run: Path) -> None:
         self.config, self.policy, self.accelerator = config, policy, accelerator
         self.sharded = policy.sharded = bool(accelerator.is_fsdp2)
         self.merged = MergedModel(policy, sharded=True) if self.sharded else None
@@ -167,7 +167,7 @@ class Learner:
     def _watched(self, sums: Totals, rewards: Mapping[str, float]) -> dict[str, Any]:
         """What the monitor judges besides KL, price and effort."""
         return {
-            "estimates": {"k3": sums.mean("kl/ref/k3")} if self.config.kl.per == "token" else {},
+            "estimates": {"k3": sums.mean("kl/ref/k3")} if self.config.kl.unit == "token" else {},
             "sampler_kl": sums.mean("kl/sampler/k1"),
             "no_signal": rewards.get("reward/no_signal") if algorithm_of(self.config).groups else None,
         }
@@ -175,7 +175,7 @@ class Learner:
     def _kl_metrics(self, sums: Totals, kl: float, control: Control) -> dict[str, float]:
         """``kl/*`` of a step at the price of ``control``, but for the clamp's."""
         metrics = {name: sums.mean(name) for name in PER_TOKEN}
-        metrics |= {"kl/steered": kl, "kl/beta": control.beta, **band(kl, self.config.kl.target)}
+        metrics |= {"kl/steered": kl, "kl/beta": control.beta, **band(kl, self.config.kl.goal)}
         return metrics | {"kl/noise": relative_error(sums), "kl/floor": control.state.floor}
 
     def _floor(self, rollout: Rollout, prepared: Prepared, anchors: Anchors) -> float:
@@ -266,7 +266,7 @@ class Learner:
         added = Accumulator(self.reduce)
         added.add("kl", torch.zeros((), device=self.device), torch.zeros((), device=self.device))
         for kl, counted in found:
-            added.add("kl", *sum_count(kl, counted, per=self.config.kl.per or "token"))
+            added.add("kl", *sum_count(kl, counted, per=self.config.kl.unit))
         return Sums(*added.totals().pairs["kl"])
 
     def reference_states(self, rollout: Rollout) -> Anchors:
@@ -284,7 +284,7 @@ class Learner:
 
     def _add_kl(self, rollout: Rollout, prepared: Prepared, seen: Look, added: Accumulator) -> None:
         counted = prepared.counted
-        added.add("kl", *sum_count(seen.kl, counted, per=self.config.kl.per or "token"))
+        added.add("kl", *sum_count(seen.kl, counted, per=self.config.kl.unit))
         added.add("kl/ref/exact", *sum_count(seen.kl, counted))
         added.add("kl/ref/k1", *sum_count(e.k1(seen.logp, seen.ref_logp), counted))
         added.add("kl/ref/k3", *sum_count(e.k3(seen.logp, seen.ref_logp, tail=self.config.kl.tail), counted))
@@ -294,7 +294,7 @@ class Learner:
         added.add("rollout/gap", gap.absolute, gap.tokens)
         self.largest_gap = gap.largest
         added.add("sequences", torch.zeros(()), torch.tensor(len(rollout)))
-        for name, moment in moments(seen.kl, counted, rollout.group_size, self.config.kl.per or "token").items():
+        for name, moment in moments(seen.kl, counted, rollout.group_size, self.config.kl.unit).items():
             added.add(name, moment, torch.ones(()))
 
     # -- plumbing ---------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from klamp.sampling.batch import Rollout
 from klamp.sampling.sampler import context_of
 from klamp.sampling.server_sampler import Ahead, ServerSampler
 from klamp.train import checkpoint, data
-from klamp.train.config import TrainConfig
+from klamp.train.config import ResolvedConfig, TrainConfig
 from klamp.train.launch import build_policy, check_tracker, make_accelerator, make_sampler
 from klamp.train.learner import Learner, Outcome
 from klamp.train.metrics import Clock
@@ -49,10 +49,9 @@ class Trainer:
         watch: Callable[[int, Trainer], dict[str, float]] | None = None,
     ) -> None:
         check_tracker(config.track)
-        config = replace(config, model=models.canonical(config.model))
-        self.folder = RunFolder(config.run)
-        config, self.changes = self.folder.claim(config)
-        self.config, self.watch = config, watch
+        self.folder, self.watch = RunFolder(config.run), watch
+        self.config, self.changes = self.folder.claim(replace(config, model=models.canonical(config.model)))
+        config = self.config
         models.resolve(config.model)
         self.prompts = data.load(config.prompts, config.model)
         check_reference(
@@ -322,7 +321,7 @@ class Stop:
 
 
 @contextlib.contextmanager
-def _together(accelerator: Any, config: TrainConfig) -> Iterator[None]:
+def _together(accelerator: Any, config: ResolvedConfig) -> Iterator[None]:
     """Say in klamp's words that another process of the run is gone, or has not answered in time."""
     try:
         yield
@@ -348,7 +347,7 @@ def _lost(error: RuntimeError) -> bool:
     return isinstance(error, torch.distributed.DistError) or any(sign in str(error) for sign in signs)
 
 
-def _context(config: TrainConfig) -> int | None:
+def _context(config: ResolvedConfig) -> int | None:
     """The model's context, from its configuration alone."""
     from transformers import AutoConfig
 
@@ -360,7 +359,7 @@ def _context(config: TrainConfig) -> int | None:
     return context_of(SimpleNamespace(config=settings))
 
 
-def _learner(config: TrainConfig, accelerator: Any) -> Learner:
+def _learner(config: ResolvedConfig, accelerator: Any) -> Learner:
     if config.rollout.top_p < 1:
         warnings.warn(
             f"rollout.top_p={config.rollout.top_p}: tokens are drawn from a cut distribution, and ratios cannot "
@@ -374,7 +373,7 @@ def _learner(config: TrainConfig, accelerator: Any) -> Learner:
     return Learner(config, build_policy(model, config), accelerator, Path(config.run))
 
 
-def _check_processes(config: TrainConfig, processes: int) -> None:
+def _check_processes(config: ResolvedConfig, processes: int) -> None:
     if config.rollout.prompts % processes:
         raise ConfigError(
             f"‹rollout.prompts={config.rollout.prompts}› does not divide over {processes} processes. Make it "

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from klamp import __version__, models
-from klamp.train.config import TrainConfig
+from klamp.train.config import ResolvedConfig
 
 HERE = "path/to/this/folder"
 """Stands in the card for wherever the checkpoint will be."""
 
 
-def model_card(config: TrainConfig, step: int, metrics: Mapping[str, Any], rewards: Sequence[str] = ()) -> str:
+def model_card(config: ResolvedConfig, step: int, metrics: Mapping[str, Any], rewards: Sequence[str] = ()) -> str:
     """README.md of the checkpoint of ``step``: front matter as the Hub reads it, and a page of Markdown.
 
     Args:
@@ -68,15 +68,15 @@ def unplaced(name: str) -> str:
 
 
 def _facts(
-    config: TrainConfig, name: str, step: int, metrics: Mapping[str, Any], rewards: Sequence[str]
+    config: ResolvedConfig, name: str, step: int, metrics: Mapping[str, Any], rewards: Sequence[str]
 ) -> dict[str, str]:
-    kl, per = config.kl, str(config.kl.per).replace("_", " ")
+    kl, per = config.kl, config.kl.unit.replace("_", " ")
     kind, colon, where = kl.reference.partition(":")
     facts = {
         "Base model": name,
         "Algorithm": config.algorithm.name.upper(),
         "Reward": ", ".join(_reward(r) for r in rewards),
-        "KL target": "" if kl.target is None else f"{kl.target:g} nats per {per}",
+        "KL target": "" if kl.goal is None else f"{kl.goal:g} nats per {per}",
         "KL reached": _number(metrics, "kl/steered", f" nats per {per}, at step {step}"),
         "Reward reached": _number(metrics, "reward/mean", f", mean of step {step}"),
         "Reference": f"{kind}{colon}{unplaced(where)}",
@@ -109,7 +109,7 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
 
 
-def _loading(config: TrainConfig, hub: str | None, name: str) -> str:
+def _loading(config: ResolvedConfig, hub: str | None, name: str) -> str:
     """Python that loads the checkpoint."""
     if config.full:
         return (

@@ -22,7 +22,7 @@ from klamp import strict_json
 from klamp.config_io import from_yaml, to_dict, to_yaml
 from klamp.errors import ConfigError, shown, writing
 from klamp.references import CheckpointStep, parse
-from klamp.train.config import TrainConfig
+from klamp.train.config import ResolvedConfig, TrainConfig
 
 HOW = ("run", "resume", "skip_damaged")
 """Fields that say how a command goes about a run and nothing about the run itself."""
@@ -55,7 +55,7 @@ class RunFolder:
         self.alarms, self.probes = self.path / "alarms.jsonl", self.path / "probes.jsonl"
         self.events = self.path / "events.jsonl"
 
-    def claim(self, config: TrainConfig) -> tuple[TrainConfig, Changes]:
+    def claim(self, config: TrainConfig) -> tuple[ResolvedConfig, Changes]:
         """``config`` with what it left out written down, and what it changes in the run it resumes.
 
         Refuses a folder that is not klamp's or in use, one that holds a run which is not being resumed, and a change
@@ -75,17 +75,17 @@ class RunFolder:
                 "--run."
             )
         own = self.own_config()
-        config = config.resolved(own)
-        return config, self._changes(own, config)
+        settled = config.resolved(own)
+        return settled, self._changes(own, settled)
 
     def begun(self) -> bool:
         """Whether a step of this run is finished: in its metrics, or in a checkpoint."""
         there = (self.path / "config.yaml").is_file()
         return there and (self.last_step() > 0 or any((self.path / "checkpoints").glob("step-*")))
 
-    def own_config(self) -> TrainConfig:
+    def own_config(self) -> ResolvedConfig:
         """The configuration the run was made with, its changes since included."""
-        return from_yaml(TrainConfig, self.path / "config.yaml")
+        return from_yaml(TrainConfig, self.path / "config.yaml").resolved()
 
     def _not_in_use(self) -> None:
         """Refuse a folder whose lock another process holds; the processes of one launch may all look at once."""
@@ -104,11 +104,11 @@ class RunFolder:
                 time.sleep(0.1)
         return None
 
-    def write_config(self, config: TrainConfig) -> None:
+    def write_config(self, config: ResolvedConfig) -> None:
         """The resolved configuration."""
         atomic_text(self.path / "config.yaml", to_yaml(config))
 
-    def _changes(self, old: TrainConfig, new: TrainConfig) -> Changes:
+    def _changes(self, old: ResolvedConfig, new: ResolvedConfig) -> Changes:
         """What differs, by field; refused where a run cannot take it."""
         before, after = _flat(to_dict(old)), _flat(to_dict(new))
         found = {k: (before.get(k), after.get(k)) for k in after if before.get(k) != after.get(k) and k not in HOW}

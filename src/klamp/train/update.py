@@ -26,7 +26,7 @@ from klamp.objectives import policy_loss, value_loss
 from klamp.placements import in_advantage, in_loss, sequence_exact
 from klamp.sampling.batch import Part, Rollout, parts
 from klamp.train.algorithms import Look, Prepared, algorithm_of, estimate
-from klamp.train.config import USUAL_LIMIT, CorrectionConfig, OptimConfig, TrainConfig
+from klamp.train.config import USUAL_LIMIT, CorrectionConfig, OptimConfig, ResolvedConfig, ResolvedOptim
 from klamp.train.data import mix
 from klamp.train.metrics import Accumulator
 
@@ -128,7 +128,7 @@ def _loss(
 
 
 def _add_losses(
-    config: TrainConfig,
+    config: ResolvedConfig,
     counted: Tensor,
     stats: TokenStats,
     old: Tensor,
@@ -179,7 +179,7 @@ def _order(learner: Learner, step: int, epoch: int, count: int) -> Tensor:
     return torch.randperm(count, generator=generator).to(learner.device)
 
 
-def adamw(policy: Policy, optim: OptimConfig) -> torch.optim.AdamW:
+def adamw(policy: Policy, optim: ResolvedOptim) -> torch.optim.AdamW:
     """One group for the model, one with a rate of its own for PPO's value head; fused on a GPU."""
     groups: list[dict[str, Any]] = [
         {"params": [p for p in policy.model.parameters() if p.requires_grad], "lr": optim.lr}
@@ -202,7 +202,7 @@ def share_of_rate(optim: OptimConfig, step: int, steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * progress)) if optim.schedule == "cosine" else 1.0
 
 
-def rate_of(config: TrainConfig, step: int) -> float:
+def rate_of(config: ResolvedConfig, step: int) -> float:
     """The model's learning rate at ``step``."""
     return config.optim.lr * share_of_rate(config.optim, step, config.steps)
 
@@ -227,7 +227,7 @@ class PolicyTerm(NamedTuple):
 
 
 def policy_term(
-    config: TrainConfig, piece: Part, prepared: Prepared, stats: TokenStats, old: Tensor, beta: float
+    config: ResolvedConfig, piece: Part, prepared: Prepared, stats: TokenStats, old: Tensor, beta: float
 ) -> PolicyTerm:
     """The clipped policy loss and the price over the counted tokens of a part."""
     corrected = correction_of(config, piece, prepared, old)
@@ -254,14 +254,14 @@ def policy_term(
     return PolicyTerm(select(per_token, piece.mask).sum(), priced.loss, corrected)
 
 
-def gradient_of(config: TrainConfig) -> tuple[str, ...]:
+def gradient_of(config: ResolvedConfig) -> tuple[str, ...]:
     """The statistics through which :func:`policy_term` has a gradient: the exact KL only where it is in the loss."""
     kl = config.kl
     exact = kl.placement == "sequence_exact" or (kl.placement == "in_loss" and kl.estimator == "exact")
     return ("logp", "kl") if exact else ("logp",)
 
 
-def correction_of(config: TrainConfig, piece: Part, prepared: Prepared, old: Tensor) -> Corrected | None:
+def correction_of(config: ResolvedConfig, piece: Part, prepared: Prepared, old: Tensor) -> Corrected | None:
     """What the sampler's distance makes of a part's tokens; None where it is not corrected for."""
     if config.correction is None or prepared.sampler_logp is None:
         return None
@@ -270,7 +270,7 @@ def correction_of(config: TrainConfig, piece: Part, prepared: Prepared, old: Ten
 
 
 def price_of(
-    config: TrainConfig,
+    config: ResolvedConfig,
     piece: Part,
     prepared: Prepared,
     stats: TokenStats,
