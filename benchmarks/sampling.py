@@ -25,7 +25,7 @@ from klamp.sampling.merged_model import MergedModel
 from train_step import kernels
 
 PROMPT = 24
-FAMILIES = ("llama", "mistral", "gemma3_text", "qwen3", "gpt_oss")
+FAMILIES = ("llama", "mistral", "gemma2", "gemma3_text", "qwen3", "gpt_oss")
 
 
 class Whole:

@@ -24,7 +24,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,7 +35,6 @@ import shapes
 from klamp import models
 from klamp.models import shared_prompts
 from klamp.sampling.batch import part
-from klamp.train import learner as learner_module
 from klamp.train import update as update_module
 from klamp.train.config import KLConfig, LoraConfig, OptimConfig, RolloutConfig, TrainConfig
 from klamp.train.loop import Trainer
@@ -70,6 +69,7 @@ def forget() -> None:
 
 
 def klamp_trainer(args: argparse.Namespace, prompts: Path, kl: KLConfig) -> Trainer:
+    full = getattr(args, "full", False)
     config = TrainConfig(
         model=args.model,
         prompts=str(prompts),
@@ -79,38 +79,16 @@ def klamp_trainer(args: argparse.Namespace, prompts: Path, kl: KLConfig) -> Trai
         # TRL takes a prompt that is text as it is; with the chat template klamp's would be four times as long.
         rollout=RolloutConfig(prompts=args.completions // GROUP, group_size=GROUP, max_tokens=args.tokens, chat=False),
         optim=OptimConfig(
-            lr=args.lr, micro_batch=getattr(args, "micro_batch", 0), checkpointing=getattr(args, "checkpointing", False)
+            name="adamw8bit" if full else "adamw",
+            lr=args.lr,
+            micro_batch=getattr(args, "micro_batch", 0),
+            checkpointing=getattr(args, "checkpointing", False),
         ),
         lora=LoraConfig(rank=16, alpha=32),
-        full=getattr(args, "full", False),
+        full=full,
         kl=kl,
     )
-    with eight_bit() if config.full else contextlib.nullcontext():
-        return Trainer(config, rewards=[letters], quiet=True)
-
-
-@contextlib.contextmanager
-def eight_bit() -> Iterator[None]:
-    """Every weight trains, in bfloat16: torchao's AdamW keeps its moments in 8 bits and rounds at random."""
-    from torchao.optim import AdamW8bit
-
-    class Narrow(AdamW8bit):  # type: ignore[misc]
-        def step(self, closure: Any = None) -> Any:
-            for group in self.param_groups:  # it takes its rate as a tensor
-                group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
-            return super().step(closure)
-
-    def adamw(policy: Any, optim: OptimConfig) -> Any:
-        groups = [{"params": list(policy.trainable().values()), "lr": optim.lr, "initial_lr": optim.lr}]
-        return Narrow(groups, betas=optim.betas, weight_decay=optim.weight_decay, bf16_stochastic_round=True)
-
-    load = models.load_model
-
-    def narrow(name: str, *, dtype: torch.dtype, **named: Any) -> Any:
-        return load(name, dtype=torch.bfloat16, **named)
-
-    with mock.patch.object(models, "load_model", narrow), mock.patch.object(learner_module, "adamw", adamw):
-        yield
+    return Trainer(config, rewards=[letters], quiet=True)
 
 
 def klamp_steps(args: argparse.Namespace, prompts: Path, kl: KLConfig) -> dict[str, float]:

@@ -184,7 +184,9 @@ def weights_scaler(model: nn.Module, origin: Mapping[str, Tensor]) -> Scaler:
 
     With a frozen reference's parameters it scales the displacement from the reference; with the weights saved before
     the step (:func:`snapshot`) it backtracks the step. ``s = 1`` changes no bit and ``s = 0`` restores the origin to
-    the bit; in between the arithmetic is float32 or wider.
+    the bit; in between the arithmetic is float32 or wider. The displacement of a bfloat16 weight is often a few units
+    in its last place, of which a factor near 1 would leave all or none: such weights are rounded up or down at random,
+    so that the displacement is right on the mean. The same ``s`` rounds alike, on every process.
 
     Args:
         model: the model being trained.
@@ -218,15 +220,33 @@ def weights_scaler(model: nn.Module, origin: Mapping[str, Tensor]) -> Scaler:
     return scale
 
 
+CHUNK = 1 << 26
+"""Numbers of a bfloat16 tensor that are scaled at a time: a quarter of a GiB in float32."""
+
+
 def _interpolate(p: Tensor, start: Tensor, s: float) -> None:
     """``p <- start + s (p - start)``; exactly ``start`` at 0."""
     start = start.to(p.device)
     if s == 0.0:
         p.copy_(start)
         return
+    if type(p.data) is Tensor and p.dtype == torch.bfloat16 and p.dim():
+        rows = max(1, CHUNK * len(p) // max(p.numel(), 1))
+        generator = torch.Generator(p.device).manual_seed(hash(s) & (1 << 63) - 1)
+        for part, begin in zip(torch.split(p, rows), torch.split(start, rows), strict=True):
+            exact = begin.float()
+            part.copy_(_rounded(exact.add_(part.float().sub_(exact), alpha=s), generator))
+        return
     wide = torch.promote_types(p.dtype, torch.float32)
     begin = start.to(wide)
     p.copy_(begin + s * (p.to(wide) - begin))
+
+
+def _rounded(x: Tensor, generator: torch.Generator) -> Tensor:
+    """``x`` [...] in float32 as bfloat16 numbers in float32, up or down with the probability that keeps its mean."""
+    # A bfloat16 is the upper half of a float32, so a random lower half carries over as often as what is cut off says.
+    noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
+    return (x.contiguous().view(torch.int32) + noise).bitwise_and_(-(1 << 16)).view(torch.float32)
 
 
 def lora_scaler(model: nn.Module, adapter: str | None = None) -> Scaler:

@@ -168,6 +168,7 @@ EXTRAS = {
     "datasets": "trl",
     "trl": "trl",
     "ray": "ray",
+    "torchao": "adamw8bit",
     "httpx": "server",
     "fastapi": "serve",
     "starlette": "serve",

@@ -6,13 +6,15 @@ no farther from float32 than 1.2 times what PyTorch's own operations are.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from klamp.models import fast_layers
+from klamp.models import fast_layers, measured_layers
 from klamp.models.policy import Policy
 
 
@@ -85,16 +87,14 @@ def test_written_out_layers_are_autograds(family: str, monkeypatch: pytest.Monke
 def test_a_measured_layer_rounds_as_one_with_a_gradient(
     family: str, wide: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from klamp.models import measured_layers
-
     given = batch()
     truth = outcome(build(family), *given, half=False)[0]
     monkeypatch.setattr(fast_layers, "WIDE", wide)
     model = bfloat16(build(family))
     policy = Policy(model, value_head=False, temperature=1.0, lora=True)
     ran: list[Any] = []
-    plain = measured_layers.MeasuredLayer._forward
-    monkeypatch.setattr(measured_layers.MeasuredLayer, "_forward", lambda *a: (ran.append(a), plain(*a))[1])
+    plain = measured_layers.MeasuredLayer.forward
+    monkeypatch.setattr(measured_layers.MeasuredLayer, "forward", lambda *a: (ran.append(a), plain(*a))[1])
     backbone = model.get_base_model().model
 
     def states() -> Tensor:
@@ -112,6 +112,53 @@ def test_a_measured_layer_rounds_as_one_with_a_gradient(
         f"\n{family}: {far[0]:.3g} from float32 beside {far[1]:.3g}, {float((mine != usual).float().mean()):.2g} differ"
     )
     assert torch.equal(mine, usual), "so that KL between equal policies is 0"
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_captured_pass_is_the_pass_layer_by_layer(padded: bool) -> None:
+    """To the bit, with the adapter and without, after its weights changed in place and after they moved."""
+    model = bfloat16(build("llama"))
+    policy = Policy(model, value_head=False, temperature=1.0, lora=True)
+    backbone, (ids, attention) = model.get_base_model().model, batch()
+    if not padded:
+        attention = torch.ones_like(attention)
+    (stack,) = {layer.forward.stack for layer in backbone.layers}
+    kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @torch.no_grad()
+    def states(**switched: Any) -> Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16), contextlib.ExitStack() as on:
+            if switched:
+                on.enter_context(fast_layers.adapter(policy.layers, None))
+            on.enter_context(fast_layers.narrowed(policy.layers, kept))
+            return backbone(input_ids=ids, attention_mask=attention, use_cache=False).last_hidden_state
+
+    def alone(**switched: Any) -> Tensor:
+        for layer in backbone.layers:
+            layer.forward.stack = None
+        found = states(**switched)
+        for layer in backbone.layers:
+            layer.forward.stack = stack
+        return found
+
+    for _ in range(measured_layers.SEEN + 2):
+        found, base = states(), states(off=True)
+    assert len(stack.captured.graphs) == 2
+    assert torch.equal(found, alone())
+    assert torch.equal(base, alone(off=True))
+    assert not torch.equal(found, base)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.mul_(0.5)
+    ids = ids.flip(1)
+    assert torch.equal(states(), alone()), "weights and tokens are read anew"
+    assert len(stack.captured.graphs) == 2
+    down = backbone.layers[1].mlp.down_proj.base_layer
+    down.weight = torch.nn.Parameter(down.weight.detach() * 2, requires_grad=False)
+    for _ in range(measured_layers.SEEN + 2):
+        assert torch.equal(states(), alone()), "a weight that lies elsewhere is not read where it was"
+    assert copy.deepcopy(stack.captured).graphs == {}
 
 
 def test_a_long_prompt_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:

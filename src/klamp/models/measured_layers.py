@@ -3,12 +3,17 @@
 On a GPU such a pass waits for Python where the model is small or the sequences are few, and transformers' layer and
 peft's have a lot of it. Here a layer is written out in some thirty operations, which round as those of a pass with a
 gradient do: KL between equal policies is 0. Where it would not be the same layer its own forward runs.
+
+The kernels of a narrow model take a few microseconds each, less than Python takes to start them. So a shape that comes
+again and again is captured as a CUDA graph of all layers; others run layer by layer, with the same numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +24,13 @@ from klamp.sampling.decoder_layers import LLAMAS
 from klamp.sampling.fast_modules import NormForward
 
 MAPS = (("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")), ("mlp", ("gate_proj", "up_proj", "down_proj")))
+SEEN = 3
+"""Passes of one shape after which it is captured: capturing takes as long as several."""
+KEPT = 8
+"""Shapes that are remembered, and graphs that are kept."""
+
+Forward = Callable[[Tensor, tuple[Tensor, Tensor], Tensor | None], Tensor]
+"""From embeddings, cos and sin, and a mask to the states after the last layer."""
 
 
 class MeasuredLayer:
@@ -27,19 +39,35 @@ class MeasuredLayer:
     def __init__(self, layer: Any, *, wide: bool) -> None:
         """``wide``: rounded as the layers of a wide model are, not as PyTorch's own operations."""
         self.layer, self.own, self.wide = layer, layer.forward, wide
+        self.stack: Stack | None = None
+        """All layers of a narrow model."""
 
     def __call__(self, hidden_states: Tensor, **named: Any) -> Tensor:
         turn, cache = named.get("position_embeddings"), named.get("past_key_values")
         wanted = QUICK.get() and not torch.is_grad_enabled() and in_half(hidden_states)
         if not wanted or cache is not None or turn is None:
             return self.own(hidden_states, **named)  # type: ignore[no-any-return]
-        maps = [_map(getattr(getattr(self.layer, where), name), self.wide) for where, names in MAPS for name in names]
-        if any(m is None for m in maps) or self.layer.self_attn.config._attn_implementation != "sdpa":
+        mask = named.get("attention_mask")
+        if self.stack is not None and (found := self.stack(self, hidden_states, turn, mask)) is not None:
+            return found
+        maps = self.maps()
+        if maps is None:
             return self.own(hidden_states, **named)  # type: ignore[no-any-return]
         with torch.autocast("cuda", enabled=False):
-            return self._forward(hidden_states, turn, named.get("attention_mask"), maps)
+            return self.forward(hidden_states, turn, mask, maps)
 
-    def _forward(self, x: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor | None, maps: list[Any]) -> Tensor:
+    def norms(self) -> tuple[Any, Any]:
+        """Before attention, and before the feed-forward."""
+        return self.layer.input_layernorm, self.layer.post_attention_layernorm
+
+    def maps(self) -> list[Map] | None:
+        """The layer's linear maps in the order of :data:`MAPS`; None where it is not to be written out."""
+        maps = [_map(getattr(getattr(self.layer, where), name), self.wide) for where, names in MAPS for name in names]
+        known = [m for m in maps if m is not None]
+        return known if len(known) == len(maps) and self.layer.self_attn.config._attn_implementation == "sdpa" else None
+
+    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor | None, maps: list[Map]) -> Tensor:
+        """The layer, without a gradient."""
         from transformers.integrations import sdpa_attention
 
         from klamp.kernels.triton_layers import gated, rotate
@@ -57,7 +85,108 @@ class MeasuredLayer:
         h = layer.post_attention_layernorm(x)
         gate, up = maps[4](h), maps[5](h)
         found = x + maps[6](gated(gate, up) if self.wide else functional.silu(gate).mul_(up))
-        return found.view(rows, length, width)  # type: ignore[no-any-return]
+        return found.view(rows, length, width)
+
+
+class Stack:
+    """The layers of a model as one graph: the first runs it for all of them, and the others pass its states on."""
+
+    def __init__(self, layers: list[MeasuredLayer]) -> None:
+        self.layers = layers
+        self.captured = CapturedLayers()
+        self.passed: Tensor | None = None
+
+    def __call__(
+        self, layer: MeasuredLayer, x: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor | None
+    ) -> Tensor | None:
+        """What a layer returns; None where it has to run by itself."""
+        if layer is not self.layers[0]:
+            return x if x is self.passed else None
+        self.passed = None
+        maps = [each.maps() for each in self.layers]
+        known = [m for m in maps if m is not None]
+        if len(known) < len(maps):
+            return None
+
+        def forward(x: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+            for each, own in zip(self.layers, known, strict=True):
+                x = each.forward(x, turn, mask, own)
+            return x
+
+        norms = (n.weight.data_ptr() for each in self.layers for n in each.norms())
+        reads = (*norms, *(number for own in known for m in own for number in m.reads()))
+        with torch.autocast("cuda", enabled=False):
+            self.passed = self.captured(forward, x, turn, mask, reads)
+        return self.passed
+
+
+class Captured(NamedTuple):
+    """A graph, the tensors that it reads, and the one that it writes."""
+
+    graph: Any
+    given: list[Tensor]
+    found: Tensor
+
+    def __call__(self, given: Sequence[Tensor]) -> Tensor:
+        torch._foreach_copy_(self.given, list(given))
+        self.graph.replay()
+        return self.found
+
+
+class CapturedLayers:
+    """Runs ``forward`` by a graph where the same shape was met before, on weights that lie where they lay."""
+
+    def __init__(self) -> None:
+        self.met: OrderedDict[Any, int] = OrderedDict()
+        self.graphs: OrderedDict[Any, Captured] = OrderedDict()
+        self.pool: Any = None
+        self.refused = False
+        """Whether capturing failed once: it is not tried again."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CapturedLayers:
+        """A copy of a model captures its own passes."""
+        return CapturedLayers()
+
+    def __call__(
+        self, forward: Forward, x: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor | None, reads: Sequence[float]
+    ) -> Tensor | None:
+        """The states, valid until the next call; None for a shape that was not met often enough.
+
+        ``reads`` are the addresses of all weights that ``forward`` reads, and its numbers: where one of them is
+        another, the graph is another.
+        """
+        given = [x, *turn, *([] if mask is None else [mask])]
+        key = (*((t.shape, t.dtype) for t in given), *reads)
+        if key in self.graphs:
+            self.graphs.move_to_end(key)
+            return self.graphs[key](given)
+        times = self.met.pop(key, 0) + 1
+        if times <= SEEN or self.refused:
+            self.met[key] = times
+            while len(self.met) > KEPT:
+                self.met.popitem(last=False)
+            return None
+        while len(self.graphs) >= KEPT:
+            self.graphs.popitem(last=False)
+        try:
+            self.graphs[key] = self._capture(forward, given)
+        except RuntimeError as error:
+            self.refused = True
+            torch.cuda.synchronize()
+            first = (str(error).splitlines() or [""])[0][:120]
+            warnings.warn(f"passes without a gradient run uncaptured: {first}", stacklevel=2)
+            return None
+        return self.graphs[key](given)
+
+    def _capture(self, forward: Forward, given: list[Tensor]) -> Captured:
+        """The kernels of a pass; what it needs was compiled by the passes before."""
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        own = [t.clone(memory_format=torch.contiguous_format) for t in given]
+        graph = torch.cuda.CUDAGraph()
+        # Threads of the endpoint or of a reward may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            found = forward(own[0], (own[1], own[2]), own[3] if len(own) > 3 else None)
+        return Captured(graph, own, found)
 
 
 class Map:
@@ -68,6 +197,11 @@ class Map:
     def __init__(self, base: Any, down: Tensor | None, up: Tensor | None, scale: float, wide: bool) -> None:
         self.weight, self.bias, self.down, self.up, self.scale = base.weight, base.bias, down, up, scale
         self.wide = wide
+
+    def reads(self) -> Iterator[float]:
+        """Where the tensors that it reads lie, and its scale."""
+        yield self.scale
+        yield from (w.data_ptr() for w in (self.weight, self.bias, self.down, self.up) if w is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
         result = functional.linear(x, self.weight, self.bias)
@@ -102,11 +236,13 @@ def _plain(weight: Tensor) -> bool:
 
 
 def measured_layers(model: nn.Module) -> None:
-    """Decoder layers of a known kind take :class:`MeasuredLayer`."""
+    """Decoder layers of a known kind take :class:`MeasuredLayer`; those of a narrow model know each other."""
     modules: Iterable[Any] = model.modules()
     wide = is_wide(model)
-    for layer in modules:
-        if type(layer).__name__ not in LLAMAS or isinstance(layer.forward, MeasuredLayer):
+    found: list[MeasuredLayer] = []
+    layers = [m for m in modules if type(m).__name__ in LLAMAS]
+    for layer in layers:
+        if isinstance(layer.forward, MeasuredLayer):
             continue
         norms = (layer.input_layernorm, layer.post_attention_layernorm)
         attention, act = layer.self_attn, type(layer.mlp.act_fn).__name__
@@ -114,3 +250,8 @@ def measured_layers(model: nn.Module) -> None:
         whole = size & (size - 1) == 0 and not hasattr(attention, "q_norm")
         if whole and act in SILU and all(isinstance(n.forward, NormForward) for n in norms):
             layer.forward = MeasuredLayer(layer, wide=wide)
+            found.append(layer.forward)
+    if found and len(found) == len(layers) and not wide:
+        stack = Stack(found)
+        for each in found:
+            each.stack = stack

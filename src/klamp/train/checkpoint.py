@@ -23,8 +23,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from klamp import models
-from klamp.distributed import digest, gathered, put, share, whole
+from klamp.distributed import digest, gathered, put, whole
 from klamp.errors import CheckpointError, ConfigError, KlampError, ReferencePolicyError, shown, writing
+from klamp.models.optimizer import moments, restore_moments
 from klamp.references import CheckpointStep, StepLag, parse
 from klamp.references.folders import folder_of, saved_steps
 from klamp.sampling.merged_model import ADAPTER
@@ -189,7 +190,7 @@ def _load(saved: Saved, learner: Learner, control: bool) -> int:
         raise CheckpointError(f"checkpoint {str(folder)!r} has format {shown(found)}; this klamp reads {FORMAT}.")
     learner.settle()
     _load_weights(folder, learner)
-    restore_moments(learner, load_file(folder / "optimizer.safetensors"))
+    restore_moments(learner.policy, learner.optimizer, load_file(folder / "optimizer.safetensors"))
     learner.skipped = int(state["skipped"])
     if control:
         learner.control = learner.control.from_dict(state["steering"])
@@ -347,40 +348,10 @@ def collect(learner: Learner) -> Contents:
     return Contents(
         model=gathered(saved, keep=keep) if sharded else None,
         value={} if policy.value is None else gathered(policy.value.state_dict(), keep=keep),
-        optimizer=gathered(_moments(learner), keep=keep),
+        optimizer=gathered(moments(policy, learner.optimizer), keep=keep),
         reference=gathered(learner.reference.tensors(), keep=keep),
         identity=learner.reference.identity(),
     )
-
-
-def _moments(learner: Learner) -> dict[str, Tensor]:
-    """Adam's state by parameter name."""
-    names = {id(p): n for n, p in learner.policy.named_parameters()}
-    flat = {}
-    for p, state in learner.optimizer.state.items():
-        for key, value in state.items():
-            flat[f"{names[id(p)]}::{key}"] = value if isinstance(value, Tensor) else torch.tensor(value)
-    return flat or {"empty": torch.zeros(1)}
-
-
-def restore_moments(learner: Learner, saved: dict[str, Tensor]) -> None:
-    """Put :func:`collect`'s optimiser state back, whatever the number of processes is now."""
-    states: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in saved.items():
-        parameter, _, key = name.partition("::")
-        if key:
-            states.setdefault(parameter, {})[key] = tensor
-    fused = bool(learner.optimizer.param_groups[0].get("fused"))
-    for name, p in learner.policy.trainable().items():
-        if name in states:
-            learner.optimizer.state[p] = {k: _placed(v, p, fused) for k, v in states[name].items()}
-
-
-def _placed(value: Tensor, p: Tensor, fused: bool) -> Tensor:
-    """Moments lie where their parameter lies; the count of steps stays on the CPU unless Adam is fused."""
-    if value.dim() == 0:
-        return value.to(p.device) if fused else value
-    return share(value.to(p.device), p)
 
 
 def not_finite(learner: Learner) -> list[str]:

@@ -179,6 +179,8 @@ class AlgorithmConfig:
 class OptimConfig:
     """AdamW and its schedule."""
 
+    name: Literal["adamw", "adamw8bit"] = "adamw"
+    """PyTorch's AdamW, or torchao's with moments in 8 bits; with full, weights on a GPU are then bfloat16."""
     lr: float | None = None
     """Learning rate. None: 1.5e-3 (tiny), 5e-4 (smollm2) or 5e-4 · (576 / hidden size)^(3/4); a tenth with full."""
     value_lr: float = 1e-3

@@ -217,11 +217,12 @@ def reads_rounding(model: nn.Module, *, autocast: bool) -> bool:
 @torch.no_grad()
 def perturb(model: nn.Module, size: float, seed: int) -> None:
     """Move every trained weight by ``size`` of its tensor's RMS; one that is all zeros by ``size`` of a hundredth."""
-    generator = torch.Generator().manual_seed(mix(seed, 11))
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(mix(seed, 11))
     for p in model.parameters():
         if p.requires_grad:
             rms = float(p.float().square().mean().sqrt()) or 0.01
-            p.add_((size * rms * torch.randn(p.shape, generator=generator)).to(p))
+            p.add_((size * rms * torch.randn(p.shape, generator=generator, device=device)).to(p))
 
 
 def measure_floor(model: nn.Module, measure: Callable[[], float], seed: int) -> float:

@@ -18,6 +18,7 @@ from klamp.clamp import lora_scaler, snapshot, weights_scaler
 from klamp.control import Control
 from klamp.distributed import settle
 from klamp.masked import sum_count
+from klamp.models.optimizer import optimizer_of, rate_of
 from klamp.models.policy import Policy, ReferenceStates
 from klamp.monitor import Alarm
 from klamp.references import parse
@@ -40,7 +41,7 @@ from klamp.train.kl_measurement import (
 from klamp.train.launch import shard_like_policy
 from klamp.train.metrics import Accumulator, Totals, band, clamp_metrics, reward_metrics, sampler_gap
 from klamp.train.rewards import Scored
-from klamp.train.update import Anchors, adamw, optimise, rate_of
+from klamp.train.update import Anchors, optimise
 
 PER_TOKEN = ("kl/ref/exact", "kl/ref/k1", "kl/ref/k3", "kl/sampler/k1", "kl/sampler/k3", "rollout/gap")
 """Means over the counted tokens that every step logs."""
@@ -79,7 +80,7 @@ class Learner:
         self.reference: Reference = make_reference(
             policy, self._forward, spec, run, on_cpu=on_cpu, trust_remote_code=trust
         )
-        self.module, self.optimizer = accelerator.prepare(policy, adamw(policy, config.optim))
+        self.module, self.optimizer = accelerator.prepare(policy, optimizer_of(policy, config.optim))
         if self.sharded:
             self.reference.shard(partial(shard_like_policy, accelerator))
         self.device = next(policy.model.parameters()).device

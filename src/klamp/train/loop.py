@@ -21,6 +21,7 @@ import torch
 from klamp import models
 from klamp.chat import as_text
 from klamp.errors import ConfigError, KlampError, TrainingError
+from klamp.models.optimizer import check_optimizer
 from klamp.progress import Display, opening
 from klamp.references import parse
 from klamp.references.states import check_reference
@@ -367,13 +368,15 @@ def _learner(config: ResolvedConfig, accelerator: Any) -> Learner:
             stacklevel=2,
         )
     device = accelerator.device
-    wide = config.dtype == "float32" or (config.dtype == "auto" and device.type == "cpu") or config.full
+    master = config.full and config.optim.name != "adamw8bit"  # which rounds at random what float32 weights would keep
+    wide = config.dtype == "float32" or (config.dtype == "auto" and device.type == "cpu") or master
     dtype = torch.float32 if wide else torch.bfloat16
     model = models.load_model(config.model, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code)
     return Learner(config, build_policy(model, config), accelerator, Path(config.run))
 
 
 def _check_processes(config: ResolvedConfig, processes: int) -> None:
+    check_optimizer(config.optim, processes)
     if config.rollout.prompts % processes:
         raise ConfigError(
             f"‹rollout.prompts={config.rollout.prompts}› does not divide over {processes} processes. Make it "

@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,12 +21,13 @@ from klamp.distributed import whole
 from klamp.errors import TrainingError
 from klamp.kernels import TokenStats
 from klamp.masked import select, sum_count
-from klamp.models.policy import Policy, ReferenceStates
+from klamp.models.optimizer import set_rate
+from klamp.models.policy import ReferenceStates
 from klamp.objectives import policy_loss, value_loss
 from klamp.placements import in_advantage, in_loss, sequence_exact
 from klamp.sampling.batch import Part, Rollout, parts
 from klamp.train.algorithms import Look, Prepared, algorithm_of, estimate
-from klamp.train.config import USUAL_LIMIT, CorrectionConfig, OptimConfig, ResolvedConfig, ResolvedOptim
+from klamp.train.config import USUAL_LIMIT, CorrectionConfig, ResolvedConfig
 from klamp.train.data import mix
 from klamp.train.metrics import Accumulator
 
@@ -71,8 +72,7 @@ def optimise(
             if count == 0:  # every reward failed: Adam's momentum alone is no step
                 done.skipped += 1
                 continue
-            for group in learner.optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * share_of_rate(config.optim, step, config.steps)
+            set_rate(learner.optimizer, config.optim, step, config.steps)
             pieces = list(parts(rollout, rows, config.optim.micro_batch))
             for i, piece in enumerate(pieces):
                 with _sync(learner, last=i + 1 == len(pieces)):
@@ -177,34 +177,6 @@ def _order(learner: Learner, step: int, epoch: int, count: int) -> Tensor:
         return torch.arange(count, device=learner.device)
     generator = torch.Generator().manual_seed(mix(config.seed, step, epoch, learner.accelerator.process_index))
     return torch.randperm(count, generator=generator).to(learner.device)
-
-
-def adamw(policy: Policy, optim: ResolvedOptim) -> torch.optim.AdamW:
-    """One group for the model, one with a rate of its own for PPO's value head; fused on a GPU."""
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in policy.model.parameters() if p.requires_grad], "lr": optim.lr}
-    ]
-    if policy.value is not None:
-        groups.append({"params": list(policy.value.parameters()), "lr": optim.value_lr})
-    for group in groups:
-        group["initial_lr"] = group["lr"]
-    fused = all(p.device.type == "cuda" for g in groups for p in g["params"])
-    return torch.optim.AdamW(groups, betas=optim.betas, weight_decay=optim.weight_decay, fused=fused)
-
-
-def share_of_rate(optim: OptimConfig, step: int, steps: int) -> float:
-    """Share of the learning rate at ``step`` of ``steps``, which counts from 1: warm-up, then the schedule."""
-    if step <= optim.warmup:
-        return step / (optim.warmup + 1)
-    progress = min((step - 1 - optim.warmup) / max(steps - optim.warmup, 1), 1.0)
-    if optim.schedule == "linear":
-        return 1 - progress
-    return 0.5 * (1 + math.cos(math.pi * progress)) if optim.schedule == "cosine" else 1.0
-
-
-def rate_of(config: ResolvedConfig, step: int) -> float:
-    """The model's learning rate at ``step``."""
-    return config.optim.lr * share_of_rate(config.optim, step, config.steps)
 
 
 class Priced(NamedTuple):
