@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from klamp.train import kl_measurement
+from klamp.train import kl_after_update
 from klamp.train.config import KLConfig, OptimConfig, RolloutConfig, TrainConfig
-from klamp.train.kl_measurement import KLMeasurement, carried
+from klamp.train.kl_after_update import KLMeasurement, carried
 from klamp.train.loop import Trainer
 
 TARGET = 0.05
@@ -60,7 +60,7 @@ def noise(prompts: int, args: argparse.Namespace) -> dict[str, list[float]]:
     def both(self: KLMeasurement, began: float, far: Any) -> float:
         assert self.last is not None
         whole = self.now(self.rows).mean
-        self.stride = kl_measurement.stride_of(self.sequences, kl_measurement.ENOUGH)
+        self.stride = kl_after_update.stride_of(self.sequences, kl_after_update.ENOUGH)
         rows = self.rows[:: self.stride]
         before, after = self.before(rows).mean, self.last(rows).mean
         self.updated, self.few = whole, self.last(self._few()).mean if self._steady(self.last(rows)) else math.nan
@@ -73,7 +73,7 @@ def noise(prompts: int, args: argparse.Namespace) -> dict[str, list[float]]:
         assert self.last is not None
         whole = self.now(self.rows).mean
         left = self.last(self._few()).mean / self.few
-        if 1 - kl_measurement.MILD <= left <= 1:
+        if 1 - kl_after_update.MILD <= left <= 1:
             found["scaled"].append(self.updated * left / whole - 1)
         return whole
 
@@ -87,8 +87,8 @@ def noise(prompts: int, args: argparse.Namespace) -> dict[str, list[float]]:
 def held(prompts: int, args: argparse.Namespace, *, full: bool) -> tuple[float, float, float, float]:
     """Largest KL over its limit and share of steps in band, the steps clamped, and the share that was measured."""
     highest, band, clamped, shares = 0.0, [], [], []
-    sparse, mild = (1, -1.0) if full else (kl_measurement.SPARSE, kl_measurement.MILD)
-    with mock.patch.multiple(kl_measurement, SPARSE=sparse, MILD=mild):
+    sparse, mild = (1, -1.0) if full else (kl_after_update.SPARSE, kl_after_update.MILD)
+    with mock.patch.multiple(kl_after_update, SPARSE=sparse, MILD=mild):
         for seed in range(args.seeds):
             kls = []
             for metrics in run(prompts, seed, args):
@@ -112,7 +112,7 @@ def main() -> None:
     print("noise of a reading, % (root mean square)")
     for prompts in sizes:
         found = noise(prompts, args)
-        measured = 8 * prompts // kl_measurement.stride_of(8 * prompts, kl_measurement.ENOUGH)
+        measured = 8 * prompts // kl_after_update.stride_of(8 * prompts, kl_after_update.ENOUGH)
         rms = {k: 100 * math.sqrt(statistics.mean([x * x for x in v] or [math.nan])) for k, v in found.items()}
         print(
             f"  {measured:3} of {8 * prompts:3} sequences, {len(found['level'])} steps: change {rms['carried']:.2f}, "

@@ -25,8 +25,8 @@ import torch
 
 from klamp import models
 from klamp.measure.pair import load_pair
-from klamp.measure.records import records
 from klamp.measure.run import Settings, _Source
+from klamp.measure.scoring import records
 from train_step import random_weights
 
 CUDA = torch.cuda.is_available()

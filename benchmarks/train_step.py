@@ -34,7 +34,7 @@ import torch
 import shapes
 from klamp import models
 from klamp.models import shared_prompts
-from klamp.sampling.batch import part
+from klamp.sampling.rollout import part
 from klamp.train import update as update_module
 from klamp.train.config import KLConfig, LoraConfig, OptimConfig, RolloutConfig, TrainConfig
 from klamp.train.loop import Trainer

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from klamp.sampling.batch import Part
+from klamp.sampling.rollout import Part
 
 FIRST = 5
 """Columns of the prompts."""

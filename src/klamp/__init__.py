@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from klamp.clamp import Clamped, Gauge, lora_scaler, scale_for, snapshot, weights_scaler
     from klamp.clamp import clamp as clamp_kl
     from klamp.compat import kl_controller
-    from klamp.control import Control
-    from klamp.control_state import ControlState
+    from klamp.control import Control, ControlState
     from klamp.controllers import (
         Controller,
         Doubling,
@@ -61,8 +60,7 @@ HOMES = {
     "audit": ("Finding", "audit_function", "audit_matrix"),
     "clamp": ("Clamped", "Gauge", "lora_scaler", "scale_for", "snapshot", "weights_scaler"),
     "compat": ("kl_controller",),
-    "control": ("Control",),
-    "control_state": ("ControlState",),
+    "control": ("Control", "ControlState"),
     "controllers": (
         *("Controller", "Doubling", "Exponential", "Fixed", "Hold"),
         *("HoldState", "Scheduled", "State", "Stateful", "Target", "Ziegler"),

@@ -21,7 +21,6 @@ LAYERS = [
     {"masked", "gauge", "chat", "strict_json"},
     {"estimators", "controllers", "clamp", "objectives"},
     {"placements", "trust", "kernels", "monitor"},
-    {"control_state"},
     {"control"},
     # what is built on it
     {"compat", "progress"},
@@ -37,7 +36,7 @@ LAYERS = [
     {"cli"},
 ]
 """A room imports from the rooms of the layers above its own in this list, and from no other."""
-LIBRARY = 6
+LIBRARY = 5
 """Layers, of those, that load nothing but torch."""
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 HOMES = {

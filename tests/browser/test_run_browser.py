@@ -11,7 +11,7 @@ import chrome
 import fabricated
 import pytest
 
-from klamp.report.page import render
+from klamp.report.html import render
 from klamp.report.write import runs_view
 from klamp.results import records
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from klamp.config_io import from_yaml, to_yaml
-from klamp.sampling.batch import Rollout, collate
+from klamp.sampling.rollout import Rollout, collate
 from klamp.train.config import TrainConfig
 from klamp.train.loop import Trainer
 from klamp.train.run_folder import read_jsonl

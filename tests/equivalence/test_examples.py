@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from klamp.sampling.batch import Rollout
+from klamp.sampling.rollout import Rollout
 from klamp.train.rewards import Scored
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

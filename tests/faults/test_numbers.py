@@ -21,7 +21,7 @@ from torch import Tensor
 
 from klamp.errors import CheckpointError, PreflightError, RewardError, TrainingError
 from klamp.references.folders import saved_steps
-from klamp.sampling.batch import collate
+from klamp.sampling.rollout import collate
 from klamp.train import checkpoint
 from klamp.train.config import RewardConfig
 from klamp.train.learner import Learner

@@ -9,7 +9,7 @@ import torch
 from vectors import Case, checks, near
 
 from klamp.chat import Row
-from klamp.local_backend.batch import Batch
+from klamp.local_backend.training_batch import Batch
 
 
 @checks("art_groups.json", "groups")

@@ -376,7 +376,7 @@ def test_steering_never_recompiles() -> None:
 
 @pytest.mark.parametrize("ops", ["policy", "statistics"])
 def test_a_direct_launch_gives_the_bits_of_an_ordinary_one(ops: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from klamp.kernels import triton_kernels, triton_launch
+    from klamp.kernels import triton_launch, triton_statistics
 
     starters = (
         [triton_launch._scale, triton_launch._one_pass]
@@ -392,9 +392,9 @@ def test_a_direct_launch_gives_the_bits_of_an_ordinary_one(ops: str, monkeypatch
         return values + grads
 
     results = [outcome() for _ in range(3)]  # the first ordinary, the others direct
-    if triton_kernels.DIRECT:
+    if triton_statistics.DIRECT:
         assert all(starter.compiled for starter in starters)
-    monkeypatch.setattr(triton_kernels, "DIRECT", ())
+    monkeypatch.setattr(triton_statistics, "DIRECT", ())
     for starter in starters:
         starter.compiled.clear()
     results.append(outcome())

@@ -164,7 +164,7 @@ def test_a_captured_pass_is_the_pass_layer_by_layer(padded: bool) -> None:
 def test_a_long_prompt_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of a prompt in one row, by attention with a mask: the states and gradients of whole sequences."""
     from klamp.models import shared_prompts
-    from klamp.sampling.batch import Part
+    from klamp.sampling.rollout import Part
 
     monkeypatch.setattr(fast_layers, "WIDE", 1)
     model = bfloat16(build("llama"))

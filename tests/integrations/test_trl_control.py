@@ -14,8 +14,8 @@ from klamp import Fixed, Hold, Ziegler
 from klamp.clamp import Clamped
 from klamp.gauge import Gauge, GaugeState
 from klamp.integrations.trl import KlampGRPOTrainer, KLControl
-from klamp.integrations.trl_control import LIMIT, MOVED, SAVED
-from klamp.integrations.trl_tokens import OwnKL, counted, policy_of, text_of
+from klamp.integrations.trl.callback import LIMIT, MOVED, SAVED
+from klamp.integrations.trl.tokens import OwnKL, counted, policy_of, text_of
 
 pytestmark = pytest.mark.slow
 
@@ -96,7 +96,7 @@ def test_a_lora_may_start_at_beta_zero(trainer: Make) -> None:
 @pytest.mark.parametrize("exact", [True, False])
 def test_the_clamp_holds_kl_on_the_steps_own_tokens(trainer: Make, exact: bool, monkeypatch: Any) -> None:
     if not exact:
-        monkeypatch.setattr("klamp.integrations.trl_tokens.why_no_exact", lambda _: "the test says so")
+        monkeypatch.setattr("klamp.integrations.trl.tokens.why_no_exact", lambda _: "the test says so")
     free, _ = controlled(trainer(max_steps=4, learning_rate=0.1), clamp=False)
     held, control = controlled(trainer(max_steps=4, learning_rate=0.1))
     assert control.clamp

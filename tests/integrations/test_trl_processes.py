@@ -31,7 +31,7 @@ def work(folder: Path) -> dict[str, Any]:
 
     from klamp import Hold
     from klamp.integrations.trl import KlampGRPOTrainer, KLControl
-    from klamp.integrations.trl_tokens import OwnKL, counted
+    from klamp.integrations.trl.tokens import OwnKL, counted
 
     make, model = here("conftest").make_trainer, str(folder / "model")
     settings: dict[str, Any] = {"per_device_train_batch_size": 4, "max_steps": STEPS}

@@ -12,7 +12,7 @@ import torch
 
 from klamp import ConfigError, Hold, Ziegler
 from klamp.integrations.trl import KlampGRPOTrainer, KLControl
-from klamp.integrations.trl_control import SAVED
+from klamp.integrations.trl.callback import SAVED
 
 Make = Callable[..., Any]
 HOLD = Hold(target=0.05, per="token")

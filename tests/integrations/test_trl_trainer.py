@@ -10,7 +10,7 @@ import torch
 
 from klamp import ConfigError, Hold
 from klamp.integrations.trl import KlampGRPOTrainer, KLControl
-from klamp.integrations.trl_tokens import counted, text_of
+from klamp.integrations.trl.tokens import counted, text_of
 
 pytestmark = pytest.mark.slow
 

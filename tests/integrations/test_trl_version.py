@@ -156,7 +156,7 @@ def test_the_forward_of_the_policy_takes_what_klamp_passes() -> None:
     for owner in BOTH:
         found = list(inspect.signature(owner._get_per_token_logps_and_entropies).parameters)
         assert found[:5] == ["self", "model", "input_ids", "attention_mask", "logits_to_keep"], note(str(found))
-        from klamp.integrations.trl_tokens import IMAGES
+        from klamp.integrations.trl.tokens import IMAGES
 
         assert set(IMAGES) <= set(found), note(f"image inputs {set(IMAGES) - set(found)} of {owner.__name__}")
 

@@ -17,7 +17,7 @@ from endpoint_tools import connect, plain_logp
 
 from klamp import models
 from klamp.serve.app import Server, make_app
-from klamp.serve.batch import Batch
+from klamp.serve.continuous_batch import Batch
 from klamp.serve.engine import Limits
 
 pytestmark = pytest.mark.slow

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from klamp.train.config import KLConfig, OptimConfig, TrainConfig
+from klamp.train.kl_after_update import warn_near_floor
 from klamp.train.kl_config import control_of
-from klamp.train.kl_measurement import warn_near_floor
 from klamp.train.loop import Trainer
 
 

@@ -19,8 +19,8 @@ OTHER |= {"parts_ptr": "*fp32", "token_ptr": "*i64", "logp_ptr": "*fp32"}
 FLOATS = dict.fromkeys(("eps", "shift", "scale", "cap", "sign"), "fp32")
 HEADS = {"GROUPS": 4, "ROWS": 16, "SIZE": 128, "COLUMNS": 64, "STAGES": 3, "WIDTH": 0}
 CASES: list[tuple[str, str, dict[str, Any]]] = [
-    ("triton_norm", "_norm", {"ONTO": False, "BLOCK": 1024}),
-    ("triton_norm", "_norm", {"ONTO": True, "BLOCK": 1024}),
+    ("triton_layers", "_norm", {"ONTO": False, "BLOCK": 1024}),
+    ("triton_layers", "_norm", {"ONTO": True, "BLOCK": 1024}),
     ("triton_draw", "_race", {"PARTS": 32, "QUARTER": 1024}),
     ("triton_draw", "_finish", {"PARTS": 32, "BLOCK": 32}),
     ("triton_decode", "_gated", {"GELU": True, "BLOCK": 1024}),

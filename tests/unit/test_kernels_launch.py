@@ -76,12 +76,12 @@ def compiled_code(kind: type) -> Any:
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module with ledgers in place of its kernels, on CPU tensors."""
-    from klamp.kernels import triton_kernels
     from klamp.kernels import triton_launch as module
+    from klamp.kernels import triton_statistics
 
-    if triton_kernels.INTERPRETED or not triton_kernels.DIRECT:
+    if triton_statistics.INTERPRETED or not triton_statistics.DIRECT:
         pytest.skip("launches go the ordinary way here")
-    code = compiled_code(triton_kernels.DIRECT[0])
+    code = compiled_code(triton_statistics.DIRECT[0])
     for name in ("_scale", "_row_stats", "_row_gradient", "_one_pass", "_jacobians", "_combine_rows"):
         starter = getattr(module, name)
         monkeypatch.setattr(starter, "kernel", Ledger(starter.kernel, code))
@@ -175,12 +175,12 @@ def test_jacobians_and_the_rows_made_of_them(launch: ModuleType) -> None:
 
 
 def test_layers_without_a_gradient(launch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    from klamp.kernels import triton_kernels, triton_layers
+    from klamp.kernels import triton_layers, triton_statistics
 
     for name in ("_gated", "_rotate"):
         starter = getattr(triton_layers, f"_start{name}")
         monkeypatch.setattr(
-            starter, "kernel", Ledger(getattr(triton_layers, name), compiled_code(triton_kernels.DIRECT[0]))
+            starter, "kernel", Ledger(getattr(triton_layers, name), compiled_code(triton_statistics.DIRECT[0]))
         )
         monkeypatch.setattr(starter, "compiled", {})
     for _ in range(2):
@@ -208,9 +208,9 @@ def test_addresses_that_sixteen_does_not_divide_go_the_ordinary_way(launch: Modu
 
 
 def test_what_is_no_compiled_kernel_is_not_kept(launch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    from klamp.kernels import triton_kernels
+    from klamp.kernels import triton_statistics
 
-    monkeypatch.setattr(triton_kernels, "DIRECT", ())
+    monkeypatch.setattr(triton_statistics, "DIRECT", ())
     for _ in range(3):
         launch.scale(torch.zeros(64), torch.ones(()), torch.zeros(64))
     assert launch._scale.kernel.ordinary == 3

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("triton")
 CODE = """
 import torch
-from klamp.kernels.triton_norm import rms_norm
+from klamp.kernels.triton_layers import rms_norm
 for dtype in (torch.float32, torch.bfloat16):
     for shape in ((3, 1, 48), (2, 4, 1, 8), (5, 300), (0, 8)):
         x, w = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)

@@ -25,7 +25,7 @@ from klamp.local_backend import (
     gather_trajectory_groups,
 )
 from klamp.local_backend.arguments import ART_DEFAULTS, Arguments
-from klamp.sampling.batch import Rollout
+from klamp.sampling.rollout import Rollout
 from klamp.train import learner as learner_module
 
 MODEL = TrainableModel(name="agent", project="tests", base_model="tiny")

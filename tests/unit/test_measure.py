@@ -18,9 +18,9 @@ import torch
 from klamp import models
 from klamp.errors import ConfigError
 from klamp.measure import Measurement, measure_kl
+from klamp.measure.intervals import Ratio, total
 from klamp.measure.page import headline, page, show
 from klamp.measure.run import Store
-from klamp.measure.statistics import Ratio, total
 from klamp.results.statistics import student
 
 PROMPTS = ["The coffee", "The movie", "My new phone", "The hotel", "This book", "The park"]
@@ -113,7 +113,7 @@ def test_the_headline_has_at_most_fifteen_words_whatever_the_models_are_called(m
 
 
 def test_the_page_has_the_style_of_the_others(measured: Measurement) -> None:
-    from klamp.report.page import asset
+    from klamp.report.html import asset
 
     made = page(measured)
     assert asset("style.css") in made

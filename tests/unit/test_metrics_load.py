@@ -79,7 +79,7 @@ def test_a_spike_of_one_step_is_drawn(record: records.Record) -> None:
 
 def test_the_page_says_that_it_draws_stretches(record: records.Record) -> None:
     pytest.importorskip("plotly")
-    from klamp.report.page import render
+    from klamp.report.html import render
 
     page = render(_view(record))
     assert "means of 25 steps; shaded: from the least to the greatest value" in page

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from klamp.models import fast_layers
 from klamp.models import shared_prompts as shared
-from klamp.sampling.batch import Part
+from klamp.sampling.rollout import Part
 from small_batch import FIRST, model, part
 
 # Llama's norm is float32 whatever the model is: its rounding is what is left. GPT-2 is float64 throughout.

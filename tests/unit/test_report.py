@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from klamp.errors import ConfigError
-from klamp.report import page as page_module
+from klamp.report import html as page_module
 from klamp.report import write_runs
-from klamp.report.page import embed, escape, render, visible
+from klamp.report.html import embed, escape, render, visible
 from klamp.report.view import LOOKS, View, curve, make_arm
 from klamp.results.records import Record, Series
 from klamp.results.statistics import figures

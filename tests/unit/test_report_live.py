@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from klamp.errors import ConfigError
+from klamp.report import html as page_module
 from klamp.report import live
-from klamp.report import page as page_module
 
 SECRET = "nobody may read this"
 

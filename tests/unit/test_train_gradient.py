@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from klamp.placements import ACCEPTED
-from klamp.sampling.batch import Rollout
+from klamp.sampling.rollout import Rollout
 from klamp.train.algorithms import needs_look, prepare
 from klamp.train.update import loss_of
 

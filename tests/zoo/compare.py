@@ -179,7 +179,7 @@ def _plain(policy: Any, base: Any, rollout: Any, weights: Tensor, names: list[st
 
 
 def _gradient(learner: Any, rollout: Any, weights: Tensor, names: list[str]) -> Tensor:
-    from klamp.sampling.batch import part
+    from klamp.sampling.rollout import part
 
     piece = part(rollout, torch.arange(len(rollout)))
     states = learner.policy(piece).hidden

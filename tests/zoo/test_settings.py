@@ -14,8 +14,8 @@ from torch import Tensor
 
 from klamp.errors import ConfigError
 from klamp.measure.pair import Pair, load_pair
-from klamp.measure.records import both_ways
-from klamp.sampling.batch import collate, part
+from klamp.measure.scoring import both_ways
+from klamp.sampling.rollout import collate, part
 from klamp.sampling.sampler import Sampler
 from klamp.train.config import AlgorithmConfig, KLConfig, OptimConfig, RolloutConfig
 

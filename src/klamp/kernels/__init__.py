@@ -1,7 +1,7 @@
 """From the last hidden states to per-token log-probs, exact KL and entropy, or to a whole policy loss, without logits.
 
 Two implementations of one specification: :mod:`~klamp.kernels.eager` (plain PyTorch, any device) and
-:mod:`~klamp.kernels.triton_kernels` (Triton, loaded at its first use). The choice is made once: fused on CUDA where
+:mod:`~klamp.kernels.triton_statistics` (Triton, loaded at its first use). The choice is made once: fused on CUDA where
 Triton is installed, eager elsewhere; ``KLAMP_KERNELS=eager`` or ``=fused`` forces it.
 
 Shapes: tokens [...], hidden [..., H], head [V, H], bias [V]. Row i of hidden predicts token i.

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from klamp.kernels.triton_kernels import INTERPRETED, LOG2E
+from klamp.kernels.triton_statistics import INTERPRETED, LOG2E
 
 HIDDEN = tl.constexpr(-1.0e30)  # a score that adds nothing; finite, so that a row of them is no NaN
 COLUMNS = 64

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, index"
 """``∂s/∂x`` of a row's statistics in Triton, in one pass over its logits, and the rows that a loss makes of them.
 
-As in :mod:`~klamp.kernels.triton_kernels`, of whose parts it is made: a program takes a slice of a row, publishes its
-partial sums, waits for those of the others, and finds its logits again in the second-level cache.
+As in :mod:`~klamp.kernels.triton_statistics`, of whose parts it is made: a program takes a slice of a row, publishes
+its partial sums, waits for those of the others, and finds its logits again in the second-level cache.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from klamp.kernels.triton_kernels import LN2, LOG2E, LOWEST, _finish, _logits, _row_sums, _slice_of, _token_logits
+from klamp.kernels.triton_statistics import LN2, LOG2E, LOWEST, _finish, _logits, _row_sums, _slice_of, _token_logits
 
 
 @triton.jit(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from klamp.errors import ConfigError
-from klamp.kernels import triton_jacobians, triton_kernels, triton_one_pass
+from klamp.kernels import triton_jacobians, triton_one_pass, triton_statistics
 from klamp.kernels.chunking import plan, rows_at_a_time, scales, slices, width
 from klamp.kernels.tiles import Tiles
 from klamp.kernels.types import Logits, RowStats, Scaling, Sheet, Terms, Upstream
@@ -33,7 +33,7 @@ class Starter:
             known[programs](*args)
             return
         made = self.kernel[programs](*args, num_warps=self.warps)
-        if key[0] is not None and isinstance(made, triton_kernels.DIRECT):
+        if key[0] is not None and isinstance(made, triton_statistics.DIRECT):
             self.compiled[key] = made
 
 
@@ -42,7 +42,7 @@ def common(*tensors: Tensor | None) -> Hashable:
 
     It may count on their being multiples of 16: those of our own are, and where one is not there is None to lead by.
     """
-    if triton_kernels.INTERPRETED:
+    if triton_statistics.INTERPRETED:
         return None
     address = 0
     for x in tensors:
@@ -74,8 +74,8 @@ FORM = {None: 0, "k2": 1, "k3": 2, "weighted_k3": 3, "exact": 4, "sequence_exact
 BLOCK = 4096
 
 _scale = Starter(triton_jacobians._scale, 8)
-_row_stats = Starter(triton_kernels._row_stats, WARPS)
-_row_gradient = Starter(triton_kernels._row_gradient, WARPS)
+_row_stats = Starter(triton_statistics._row_stats, WARPS)
+_row_gradient = Starter(triton_statistics._row_gradient, WARPS)
 _one_pass = Starter(triton_one_pass._one_pass, WARPS)
 _jacobians = Starter(triton_jacobians._jacobians, WARPS)
 _combine_rows = Starter(triton_jacobians._combine_rows, WARPS)
@@ -154,7 +154,7 @@ def loss_gradient(z: Logits, ref: Tensor | None, tokens: Tensor, terms: Terms, s
     numbers = (*scales(scaling), 1e30 if terms.tail is None else float(terms.tail))
     where, absent = common(memory, ref, terms.knobs, part), tuple(x is None for x in given)
     has_ref, capped, form = ref is not None, scaling.softcap is not None, FORM[terms.form]
-    for phase in (1, 2) if triton_kernels.INTERPRETED and number > 1 else (0,):
+    for phase in (1, 2) if triton_statistics.INTERPRETED and number > 1 else (0,):
         fixed = (has_ref, capped, form, phase, *cut, STAGES, terms.once)
         key = (where, absent, place[2:4], stride, fixed)
         _one_pass((rows * number, 1, 1), (*pointers, *sizes, *numbers, *fixed), key)
@@ -183,7 +183,7 @@ def jacobians(
     pointers = (z, ref, *given, tokens, out.lines, part, gate)
     sizes = (out.lines.stride(0), vocabulary, number, stride, *scales(scaling))
     where = common(z, ref, *given, part)
-    for phase in (1, 2) if triton_kernels.INTERPRETED and number > 1 else (0,):
+    for phase in (1, 2) if triton_statistics.INTERPRETED and number > 1 else (0,):
         fixed = (capped, phase, *cut, STAGES)
         _jacobians((rows * number, 1, 1), (*pointers, *sizes, *fixed), (where, stride, fixed))
 
@@ -211,7 +211,7 @@ def _placed(z: Logits) -> tuple[Tensor, tuple[int, int, int, int, int]]:
 
 
 def _usable(z: Tensor) -> None:
-    if not (z.is_cuda or triton_kernels.INTERPRETED):
+    if not (z.is_cuda or triton_statistics.INTERPRETED):
         raise ConfigError(
             f"KLAMP_KERNELS is 'fused' but the tensors are on {z.device}. Move them to a GPU, or unset the variable."
         )

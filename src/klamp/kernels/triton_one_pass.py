@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from klamp.kernels.triton_kernels import LN2, LOG2E, _finish, _logits, _place, _row_sums, _slice_of, _token_logits
+from klamp.kernels.triton_statistics import LN2, LOG2E, _finish, _logits, _place, _row_sums, _slice_of, _token_logits
 
 
 @triton.jit

@@ -22,8 +22,8 @@ from klamp import models
 from klamp.chat import Encoder
 from klamp.errors import ConfigError, KlampError, ReferencePolicyError
 from klamp.local_backend.arguments import Arguments, Place
-from klamp.local_backend.batch import Batch
 from klamp.local_backend.completions import Completions
+from klamp.local_backend.training_batch import Batch
 from klamp.monitor import Alarm
 from klamp.references import AdapterPath, Base, Ema, Periodic, ReferenceSpec, StepLag, parse, states
 from klamp.references.folders import folder_of, saved_steps

@@ -11,8 +11,8 @@ import math
 import unicodedata
 from typing import Any
 
+from klamp.measure.intervals import Estimate
 from klamp.measure.run import Measurement
-from klamp.measure.statistics import Estimate
 
 HEAVY = 2.0
 """Nats at which a token has its darkest shade, as on the page of a run."""
@@ -38,7 +38,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri
 
 def page(m: Measurement) -> str:
     """The whole page, in the style of the report's."""
-    from klamp.report.page import asset
+    from klamp.report.html import asset
 
     s = m.settings
     title = f"KL of {show(s.policy)} from {show(s.reference)}"

@@ -22,8 +22,8 @@ from klamp.errors import ConfigError, shown
 from klamp.kernels import head_of
 from klamp.models.policy import Policy, ReferenceStates
 from klamp.references.folders import check_folder, folder_of, is_plain, load_adapted, saved_steps
-from klamp.sampling.batch import Part
 from klamp.sampling.merged_model import ADAPTER
+from klamp.sampling.rollout import Part
 from klamp.train import data
 from klamp.train.config import TrainConfig
 

@@ -19,9 +19,9 @@ from klamp.kernels import HeadSpec, TokenStats, head_of, token_stats, token_stat
 from klamp.models import fast_layers
 from klamp.models.measured_layers import measured_layers
 from klamp.models.shared_prompts import Backbone, inputs_of
-from klamp.sampling.batch import Part
 from klamp.sampling.fast_modules import fast_norms, lora_layers
 from klamp.sampling.merged_model import ADAPTER
+from klamp.sampling.rollout import Part
 
 
 class States(NamedTuple):

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from klamp.models.fast_layers import is_wide
-from klamp.sampling.batch import Part
 from klamp.sampling.caches import Layout, accepted, layout, plain_cache, positions_of, sees
 from klamp.sampling.families import FAST
+from klamp.sampling.rollout import Part
 
 SAVED = 0.25
 """Share of a part's tokens that must be saved for the other layout to pay."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from klamp.models.policy import ReferenceStates
-from klamp.sampling.batch import Part, Rollout, parts
+from klamp.sampling.rollout import Part, Rollout, parts
 
 CACHE_BYTES = 2 << 30
 """States of a step are kept up to this size."""

@@ -21,8 +21,8 @@ from klamp.kernels import head_of
 from klamp.models.policy import Policy, ReferenceStates
 from klamp.references import AdapterPath, Base, CheckpointStep, Ema, FrozenModel, Periodic, ReferenceSpec, StepLag
 from klamp.references.folders import check_adapter, check_folder, is_plain, load_adapted, newest_before, step_folder
-from klamp.sampling.batch import Part
 from klamp.sampling.merged_model import ADAPTER
+from klamp.sampling.rollout import Part
 
 REFERENCE = "klamp_reference"
 """Name of the reference's adapter inside the peft model; never saved."""

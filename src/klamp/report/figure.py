@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from klamp.monitor import BAND
-from klamp.report.page import visible
+from klamp.report.html import visible
 from klamp.report.view import FAR, Arm, View, chart_data
 
 DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-.", "longdash": (0, (8, 3))}

@@ -160,13 +160,13 @@ class LayerForward:
         return self._added(x, inner, layer.mlp.down_proj, behind)
 
     def _norm(self, x: Tensor, norm: Any) -> Tensor:
-        from klamp.kernels.triton_norm import rms_norm
+        from klamp.kernels.triton_layers import rms_norm
 
         return rms_norm(x, norm.weight, self.eps, self.kind.shift)
 
     def _added(self, x: Tensor, y: Tensor, linear: Any, behind: Any) -> Tensor:
         """``x + linear(y)``, the sum with the ``behind`` norm of it where the kind has one; written over x."""
-        from klamp.kernels.triton_norm import rms_norm
+        from klamp.kernels.triton_layers import rms_norm
 
         if self.kind.behind:
             return rms_norm(linear(y), behind.weight, self.eps, self.kind.shift, onto=x)

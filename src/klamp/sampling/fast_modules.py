@@ -50,7 +50,7 @@ class WideNormForward:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.fused and not torch.is_grad_enabled():
-            from klamp.kernels.triton_norm import rms_norm
+            from klamp.kernels.triton_layers import rms_norm
 
             return rms_norm(x, self.norm.weight, self.eps, self.shift)
         weight = self._weight()

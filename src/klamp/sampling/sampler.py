@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from klamp.chat import Prompt
 from klamp.errors import ConfigError
-from klamp.sampling.batch import Rollout
 from klamp.sampling.decode import Decoder
 from klamp.sampling.merged_model import MergedModel, Trained
+from klamp.sampling.rollout import Rollout
 
 if TYPE_CHECKING:
     from klamp.train.config import ResolvedRollout

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from klamp.distributed import gathered, settle
 from klamp.errors import ConfigError, Refused, SamplerError
-from klamp.sampling.batch import Rollout
+from klamp.sampling.rollout import Rollout
 from klamp.sampling.vllm_server import Adapters, Completion, Request, Server
 
 LOOK = 0.2

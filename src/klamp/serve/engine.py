@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from klamp.chat import Encoder
 from klamp.errors import Busy, Closed, ConfigError, shown
-from klamp.serve.batch import Batch
+from klamp.serve.continuous_batch import Batch
 
 BROKEN = "\ufffd"
 """What a tokenizer writes for a character that is not complete yet."""

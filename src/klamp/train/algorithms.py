@@ -17,7 +17,7 @@ from klamp.kernels import TokenStats
 from klamp.masked import select, sum_count
 from klamp.objectives import gae, group_advantages, to_go, whiten
 from klamp.placements import in_reward
-from klamp.sampling.batch import Part, Rollout
+from klamp.sampling.rollout import Part, Rollout
 from klamp.train.config import KLConfig, ResolvedConfig
 from klamp.train.rewards import Scored
 

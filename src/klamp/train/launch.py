@@ -21,8 +21,8 @@ from klamp.errors import ConfigError, unknown
 from klamp.models import known_device
 from klamp.models.lora import add_lora, left_out_by_lora
 from klamp.models.policy import Policy, recompute
-from klamp.sampling.batch import Rollout
 from klamp.sampling.families import check_sampled
+from klamp.sampling.rollout import Rollout
 from klamp.sampling.sampler import Sampler as BuiltinSampler
 from klamp.sampling.sampler import end_ids
 from klamp.sampling.server_sampler import ServerSampler

@@ -24,12 +24,11 @@ from klamp.monitor import Alarm
 from klamp.references import parse
 from klamp.references.cache import ReferenceCache
 from klamp.references.states import AdapterOff, Reference, make_reference
-from klamp.sampling.batch import Part, Rollout, parts
 from klamp.sampling.merged_model import ADAPTER, MergedModel
+from klamp.sampling.rollout import Part, Rollout, parts
 from klamp.train.algorithms import Look, Prepared, algorithm_of, needs_look, prepare
 from klamp.train.config import ResolvedConfig
-from klamp.train.kl_config import control_of
-from klamp.train.kl_measurement import (
+from klamp.train.kl_after_update import (
     KLMeasurement,
     Sums,
     measure_floor,
@@ -38,6 +37,7 @@ from klamp.train.kl_measurement import (
     relative_error,
     warn_near_floor,
 )
+from klamp.train.kl_config import control_of
 from klamp.train.launch import shard_like_policy
 from klamp.train.metrics import Accumulator, Totals, band, clamp_metrics, reward_metrics, sampler_gap
 from klamp.train.rewards import Scored

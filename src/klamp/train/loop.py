@@ -25,7 +25,7 @@ from klamp.models.optimizer import check_optimizer
 from klamp.progress import Display, opening
 from klamp.references import parse
 from klamp.references.states import check_reference
-from klamp.sampling.batch import Rollout
+from klamp.sampling.rollout import Rollout
 from klamp.sampling.sampler import context_of
 from klamp.sampling.server_sampler import Ahead, ServerSampler
 from klamp.train import checkpoint, data

@@ -13,7 +13,7 @@ from torch import Tensor
 from klamp.control import Control
 from klamp.masked import select
 from klamp.monitor import BAND
-from klamp.sampling.batch import Rollout
+from klamp.sampling.rollout import Rollout
 from klamp.train.rewards import Scored
 
 

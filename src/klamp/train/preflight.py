@@ -17,7 +17,7 @@ from klamp.errors import PreflightError
 from klamp.masked import sum_count
 from klamp.models.lora import has_experts
 from klamp.references import Base, CheckpointStep, Ema, Periodic, StepLag
-from klamp.sampling.batch import Rollout, part
+from klamp.sampling.rollout import Rollout, part
 from klamp.train.algorithms import needs_look, prepare
 from klamp.train.data import mix
 from klamp.train.learner import Learner

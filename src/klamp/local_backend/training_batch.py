@@ -14,7 +14,7 @@ from klamp.chat import Encoder, Row
 from klamp.errors import ConfigError, require_number
 from klamp.local_backend.arguments import Arguments
 from klamp.objectives import group_advantages
-from klamp.sampling.batch import Rollout, collate
+from klamp.sampling.rollout import Rollout, collate
 from klamp.train.rewards import Scored
 
 ENGINE_GAP = 0.05

@@ -19,9 +19,9 @@ from klamp.clamp import LIMIT, Clamped, Scaler, lora_scaler, weights_scaler
 from klamp.control import Control
 from klamp.controllers import Controller, State, Target
 from klamp.errors import ConfigError, KlampError, require_number
-from klamp.integrations import trl_checks as checks
-from klamp.integrations.trl_checks import Reminder, calling_trainer, controller_of, remind
-from klamp.integrations.trl_tokens import Inputs, OwnKL, Recorder, Trainer, counted, policy_of, reduce
+from klamp.integrations.trl import checks
+from klamp.integrations.trl.checks import Reminder, calling_trainer, controller_of, remind
+from klamp.integrations.trl.tokens import Inputs, OwnKL, Recorder, Trainer, counted, policy_of, reduce
 from klamp.masked import Unit
 from klamp.monitor import BAND, Alarm, Monitor, logger
 

@@ -16,7 +16,7 @@ from trl.trainer.rloo_trainer import RLOOTrainer
 from klamp.controllers import Controller, Hold, Target
 from klamp.controllers.base import split_target
 from klamp.errors import ConfigError
-from klamp.integrations.trl_tokens import Trainer, policy_of
+from klamp.integrations.trl.tokens import Trainer, policy_of
 from klamp.masked import Unit
 
 
@@ -185,7 +185,7 @@ class Reminder(TrainerCallback):
         trainer = calling_trainer(self)
         if not self.needed or trainer is None:
             return
-        from klamp.integrations.trl_control import KLControl
+        from klamp.integrations.trl.callback import KLControl
 
         if not any(isinstance(c, KLControl) for c in trainer.callback_handler.callbacks):
             raise ConfigError(

@@ -12,7 +12,7 @@ with the exact KL and klamp's placements in its loss.
 from klamp.errors import needing
 
 with needing("klamp.integrations.trl", "trl"):
-    from klamp.integrations.trl_control import KLControl
-    from klamp.integrations.trl_trainer import KlampGRPOTrainer
+    from klamp.integrations.trl.callback import KLControl
+    from klamp.integrations.trl.trainer import KlampGRPOTrainer
 
 __all__ = ["KLControl", "KlampGRPOTrainer"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from klamp.train.kl_measurement import ENOUGH, FEWEST, SPARSE, KLMeasurement, Sums, carried, stride_of
+from klamp.train.kl_after_update import ENOUGH, FEWEST, SPARSE, KLMeasurement, Sums, carried, stride_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -177,7 +177,7 @@ def test_near_the_limit_a_share_holds_kl_as_well(trainer: Any, monkeypatch: Any)
     """The same run with all sequences and with a quarter of them: KL goes alike, and the clamp acts in both."""
     runs = {}
     for sparse in (1, SPARSE):
-        monkeypatch.setattr("klamp.train.kl_measurement.SPARSE", sparse)
+        monkeypatch.setattr("klamp.train.kl_after_update.SPARSE", sparse)
         kl = {"target": 0.01, "per": "token", "beta": 0.05}  # a price that leaves the clamp something to do
         made = trainer(optim={"lr": 3e-3}, rollout={"prompts": 8, "group_size": 8}, kl=kl, steps=20)
         runs[sparse] = [step(made, number) for number in range(1, 21)]

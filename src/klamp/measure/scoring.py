@@ -23,7 +23,7 @@ from klamp.kernels import TokenStats
 from klamp.masked import select
 from klamp.measure.pair import Pair
 from klamp.models.policy import ReferenceStates, score
-from klamp.sampling.batch import Part, Rollout, collate, part
+from klamp.sampling.rollout import Part, Rollout, collate, part
 from klamp.train.run_folder import atomic_text, no_links_out, read_jsonl
 
 TOP_TOKENS = 5

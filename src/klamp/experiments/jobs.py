@@ -1,4 +1,4 @@
-"""One run of an experiment, and the process that runs it: ``python -m klamp.experiments.worker``.
+"""One run of an experiment, and the process that runs it: ``python -m klamp.experiments.jobs``.
 
 A run is a training run that also reads held-out text and writes what it says at fixed prompts. ``reference.json`` is
 made once for an experiment: samples of the reference, what it says at the fixed prompts, and its perplexities. Every
@@ -32,7 +32,7 @@ from klamp.config_io import from_dict, to_dict
 from klamp.errors import ConfigError, KlampError
 from klamp.experiments.perplexity import Text, heldout, perplexity
 from klamp.models.policy import Policy
-from klamp.sampling.batch import Rollout, part
+from klamp.sampling.rollout import Rollout, part
 from klamp.sampling.sampler import Sampler, context_of
 from klamp.train import data
 from klamp.train.config import ResolvedConfig, TrainConfig

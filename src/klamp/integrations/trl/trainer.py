@@ -17,7 +17,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from klamp.errors import ConfigError
 from klamp.estimators import named
-from klamp.integrations.trl_tokens import (
+from klamp.integrations.trl.tokens import (
     Inputs,
     Trainer,
     completion_states,
