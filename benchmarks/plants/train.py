@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from klamp.clamp import Clamped, clamp
-from klamp.gauge import Gauge
+from klamp.clamp import Clamped, Gauge, clamp
 
 from .policy import Runs, Training
 

@@ -7,30 +7,24 @@ and corrects by a secant in log-log, which is exact for any power law.
     result = clamp(measure_kl, lora_scaler(model), limit=0.055)      # after optimiser.step(), on the step's own tokens
     state = hold.update(state, kl, effort=result.effort)              # effort > 0: the price is too low
 
-What is scaled is one of three displacements: of a LoRA from its base (:func:`lora_scaler`), of a whole model from a
-frozen copy, or of a model from its weights before the step (:func:`weights_scaler`, with :func:`snapshot`).
+The limit is meant for fresh samples, and a step is measured on its own tokens, which it moved most. :class:`Gauge`
+gives the limit on those. What is scaled is in :mod:`klamp.scalers`.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor, nn
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from klamp.errors import ConfigError, require_number
-from klamp.gauge import Gauge as Gauge
-from klamp.gauge import GaugeState as GaugeState
-from klamp.gauge import check_limit
+from klamp.scalers import Scaler as Scaler
+from klamp.scalers import lora_scaler as lora_scaler
+from klamp.scalers import snapshot as snapshot
+from klamp.scalers import weights_scaler as weights_scaler
 
 LIMIT = 1.1
 """The usual limit, in targets: readings of a KL that rests at its target scatter by less."""
-
-Scaler = Callable[[float], None]
-"""Multiplies a displacement by a factor, in place. Factors compound: 0.5 and then 1.2 leaves 0.6 of it."""
 
 
 @dataclass(frozen=True)
@@ -167,146 +161,134 @@ def _secant(
     return guess if low < guess < high else middle
 
 
-def snapshot(model: nn.Module) -> dict[str, Tensor]:
-    """A detached copy of the trainable parameters by name: the origin that :func:`weights_scaler` returns to.
+LEAP = 4.5
+"""A step that multiplies KL on its own tokens by more tells nothing of fresh ones: a first step of Adam's moves its own
+tokens by 0.07 nats and fresh ones by 0.002. The level then starts anew from the next reading."""
 
-    Args:
-        model: the model, before the step.
 
-    Returns:
-        Tensors by parameter name.
+@dataclass(frozen=True)
+class GaugeState:
+    """The KL of the weights as they are, and how the present batch reads it."""
+
+    level: float = 0.0
+    """KL on fresh samples, freed of the batches' noise; 0 before the first."""
+    reading: float = 0.0
+    """What the present batch measured before its update."""
+    share: float = 1.0
+    """How much of the growth that a step shows on its own tokens is there on fresh ones, in logarithms."""
+    pairs: int = 0
+    spread: float = 0.006
+    """Variance of a reading, in logarithms of KL: 8 % to begin with, as of a batch of some tens of sequences."""
+    surprise: float = 0.0
+    """How far the last reading was from what was expected."""
+    bias: float = 0.0
+    """What fresh KL grows by in a step beyond what own tokens show of it, in logarithms."""
+
+
+@dataclass(frozen=True)
+class Gauge:
+    """The limit on a step's own tokens that holds fresh KL under ``limit``, batch by batch.
+
+    An update moves most the tokens it was computed on: KL on them reads higher than on fresh samples, the more so the
+    smaller the batch, and clamped at the limit meant for fresh ones it would be held lower than asked.
+
+    A batch reads KL with an error of 5 to 15 %, but it reads the weights before and after its update with the same
+    error. So the change is known ten times better than the level: the gauge adds up the changes and lets each fresh
+    reading correct the sum, by a quarter where batches are good to 8 %, by less where they are noisier.
+
+        gauge_state = gauge.update(gauge_state, fresh_kl, last_clamped)     # at the start of a step
+        own = measure()                                                     # after its update, on its own tokens
+        last_clamped = clamp(measure, scale, gauge.limit(gauge_state, limit, own), kl=own)
     """
-    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+    drift: float = 0.02
+    """How far the sum of the changes goes astray in a step. Over the noise of the readings it is their weight, as in a
+    steady Kalman filter."""
+    learn_bias: float = 0.02
+    """How fast the part of that error which has one sign is learned: an update lowers or raises KL most on its own
+    tokens, on a real model by 2 % a step more than on fresh ones."""
+    learn: float = 0.1
+    """How fast the share of growth is learned, where a step grew by much; from small growths nothing is."""
+
+    def init(self) -> GaugeState:
+        """Nothing read."""
+        return GaugeState()
+
+    def update(self, state: GaugeState, fresh: float, last: Clamped | None, noise: float = 0.0) -> GaugeState:
+        """The state after a batch read ``fresh``; ``last`` is what the clamp found and did in the step before it.
+
+        ``noise`` is the relative standard error of the reading, from the spread over the batch's own prompts. Where KL
+        sits in few rare tokens it is 30 % and more.
+        """
+        if not _positive(fresh):
+            return state
+        leapt = last is not None and last.kl_before > LEAP * state.reading
+        if last is None or leapt or state.level <= 0 or not _positive(last.kl_before, last.kl_after):
+            return replace(state, level=fresh, reading=fresh, spread=self._noisier(state.spread, noise))
+        expected = self._expected(state, last.kl_before) * last.kl_after / last.kl_before * math.exp(state.bias)
+        # Not the logarithm: most batches miss the rare tokens and read too low, a few read far too high, and it is the
+        # mean that is right. Half as much again either way is as far as one may pull.
+        surprise = min(max(fresh / expected - 1, -0.5), 0.7)
+        first = 1 / (state.pairs + 2)
+        # Noise is what changes from one surprise to the next: a level that is wrong surprises alike every time.
+        spread = state.spread + 0.05 * ((surprise - state.surprise) ** 2 / 2 - state.spread)
+        spread = self._noisier(spread, noise)
+        grown = _growth(state.reading, last.kl_before)
+        astray = math.hypot(self.drift, 0.1 * grown)  # a tenth of what KL grew by, too
+        most = 0.35 if last.kl_after < last.kl_before else 0.8  # where it held, the level is what the clamp made it
+        weight = min(max(astray / math.sqrt(max(spread, 1e-6)), 0.12), most)
+        level = expected * math.exp(max(weight, first) * surprise)
+        # What growth may explain corrects the share, the rest the bias; growth of 30 % halves it.
+        bias = state.bias + self.learn_bias * surprise * 0.1 / (grown * grown + 0.1) if state.pairs > 3 else 0.0
+        share = state.share + max(self.learn, first) * surprise * grown / (grown * grown + 0.1)
+        share, bias = min(max(share, 0.0), 1.2), min(max(bias, -0.05), 0.05)
+        return GaugeState(level, fresh, share, state.pairs + 1, spread, surprise, bias)
+
+    def carry(self, state: GaugeState, reading: float, last: Clamped) -> GaugeState:
+        """The state after a step read on tokens that were trained on before: they show the change, not the level."""
+        if state.level <= 0 or not _positive(reading, last.kl_before, last.kl_after):
+            return state
+        level = self._expected(state, last.kl_before) * last.kl_after / last.kl_before * math.exp(state.bias)
+        return replace(state, level=level, reading=reading)
+
+    def limit(self, state: GaugeState, limit: float, own: float) -> float:
+        """The limit for own tokens that read ``own`` after the update.
+
+        It keeps 5 % back, and nearly half the noise of a reading for what of it is left in the level; 15 % / sqrt(n)
+        more while that rests on n readings.
+        """
+        check_limit(limit)
+        back = math.exp(-0.05 - 0.45 * math.sqrt(state.spread) - 0.15 / math.sqrt(state.pairs + 1))
+        if not _positive(own):
+            return limit * back
+        return limit * back * min(max(own / self._expected(state, own), 0.5), 3.0)
+
+    @staticmethod
+    def _noisier(spread: float, noise: float) -> float:
+        """The variance of a reading, drawn up by a batch that shows more of it: the mean over five such."""
+        return max(spread, spread + 0.2 * (min(noise, 1.0) ** 2 - spread)) if noise > 0 else spread
+
+    def _expected(self, state: GaugeState, own: float) -> float:
+        """Fresh KL where own tokens read ``own``, unclamped; own itself where growth from near 0 says nothing."""
+        if not state.reading > 0.05 * own:
+            return own
+        known = _growth(state.reading, own)
+        # Growth beyond what a share was learned from is taken as it is: it is no reason to let fresh KL grow.
+        beyond = math.log(own / state.reading) - known if _positive(state.reading, own) else 0.0
+        return state.level * math.exp(state.share * known + beyond)
 
 
-def weights_scaler(model: nn.Module, origin: Mapping[str, Tensor]) -> Scaler:
-    """``p <- origin + s (p - origin)`` for every trainable parameter, in place.
-
-    With a frozen reference's parameters it scales the displacement from the reference; with the weights saved before
-    the step (:func:`snapshot`) it backtracks the step. ``s = 1`` changes no bit and ``s = 0`` restores the origin to
-    the bit; in between the arithmetic is float32 or wider. The displacement of a bfloat16 weight is often a few units
-    in its last place, of which a factor near 1 would leave all or none: such weights are rounded up or down at random,
-    so that the displacement is right on the mean. The same ``s`` rounds alike, on every process.
-
-    Args:
-        model: the model being trained.
-        origin: where the displacement starts, by parameter name.
-
-    Returns:
-        A function of ``s`` for :func:`clamp`.
-    """
-    pairs = [(name, p, origin.get(name)) for name, p in model.named_parameters() if p.requires_grad]
-    missing = [name for name, _, start in pairs if start is None]
-    if missing or not pairs:
-        raise ConfigError(
-            f"origin has no value for {len(missing)} of {len(pairs)} trainable parameters"
-            f"{f' ({missing[0]} first)' if missing else ''}. Take it with snapshot(model) before the step, or pass "
-            "dict(reference.named_parameters()) of a model with the same names."
-        )
-    for name, p, start in pairs:
-        if start is not None and start.shape != p.shape:
-            raise ConfigError(
-                f"origin[{name!r}] has shape {tuple(start.shape)}, the parameter {tuple(p.shape)}. "
-                "Origin and model must be the same architecture."
-            )
-
-    @torch.no_grad()
-    def scale(s: float) -> None:
-        s = _check_factor(s)
-        for _, p, start in pairs:
-            if start is not None and s != 1.0:
-                _interpolate(p, start, s)
-
-    return scale
+def _positive(*values: float) -> bool:
+    """Whether these are KLs to reckon with: above rounding, and below what any model reaches."""
+    return all(1e-12 < v < 1e12 for v in values)
 
 
-CHUNK = 1 << 26
-"""Numbers of a bfloat16 tensor that are scaled at a time: a quarter of a GiB in float32."""
+def _growth(before: float, after: float) -> float:
+    """``log(after / before)``, within a factor of :data:`LEAP`."""
+    most = math.log(LEAP)
+    return min(max(math.log(after / before), -most), most) if _positive(before, after) else 0.0
 
 
-def _interpolate(p: Tensor, start: Tensor, s: float) -> None:
-    """``p <- start + s (p - start)``; exactly ``start`` at 0."""
-    start = start.to(p.device)
-    if s == 0.0:
-        p.copy_(start)
-        return
-    if type(p.data) is Tensor and p.dtype == torch.bfloat16 and p.dim():
-        rows = max(1, CHUNK * len(p) // max(p.numel(), 1))
-        generator = torch.Generator(p.device).manual_seed(hash(s) & (1 << 63) - 1)
-        for part, begin in zip(torch.split(p, rows), torch.split(start, rows), strict=True):
-            exact = begin.float()
-            part.copy_(_rounded(exact.add_(part.float().sub_(exact), alpha=s), generator))
-        return
-    wide = torch.promote_types(p.dtype, torch.float32)
-    begin = start.to(wide)
-    p.copy_(begin + s * (p.to(wide) - begin))
-
-
-def _rounded(x: Tensor, generator: torch.Generator) -> Tensor:
-    """``x`` [...] in float32 as bfloat16 numbers in float32, up or down with the probability that keeps its mean."""
-    # A bfloat16 is the upper half of a float32, so a random lower half carries over as often as what is cut off says.
-    noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
-    return (x.contiguous().view(torch.int32) + noise).bitwise_and_(-(1 << 16)).view(torch.float32)
-
-
-def lora_scaler(model: nn.Module, adapter: str | None = None) -> Scaler:
-    """``lora_B <- s lora_B`` for one adapter, in place: scales its displacement from the base model exactly.
-
-    Trainable parameters that are not LoRA matrices (``modules_to_save``, DoRA's magnitudes) would stay displaced, so a
-    model that has any is refused.
-
-    Args:
-        model: a peft model.
-        adapter: the adapter's name. None: the active one, or the only one.
-
-    Returns:
-        A function of ``s`` for :func:`clamp`.
-    """
-    other = [n for n, p in model.named_parameters() if p.requires_grad and not _adapter_of(n, ("lora_A", "lora_B"))]
-    if other:
-        raise ConfigError(
-            f"{other[0]} is trainable and is no LoRA matrix ({len(other)} such), so scaling lora_B cannot bring the "
-            "model back to its base. Use weights_scaler(model, snapshot(model)) around the step instead."
-        )
-    found = {n: _adapter_of(n, ("lora_B",)) for n, _ in model.named_parameters()}
-    name = adapter or _active(model, {a for a in found.values() if a})
-    matrices: list[Tensor] = [p for n, p in model.named_parameters() if found[n] == name]
-    if not matrices:
-        raise ConfigError(
-            f"adapter {name!r} has no lora_B in this model. Adapters with one: "
-            f"{', '.join(sorted({a for a in found.values() if a})) or 'none'}. A full model takes weights_scaler."
-        )
-
-    @torch.no_grad()
-    def scale(s: float) -> None:
-        s = _check_factor(s)
-        if s != 0.0:
-            torch._foreach_mul_(matrices, s)
-        else:
-            torch._foreach_zero_(matrices)
-
-    return scale
-
-
-def _adapter_of(parameter: str, kinds: Iterable[str]) -> str:
-    """The adapter's name in peft's ``...lora_B.<adapter>.weight`` (or ``lora_embedding_B.<adapter>``); '' if none."""
-    parts = parameter.split(".")
-    names = {k for kind in kinds for k in (kind, kind.replace("lora_", "lora_embedding_"))}
-    return next((after for part, after in itertools.pairwise(parts) if part in names), "")
-
-
-def _active(model: nn.Module, adapters: set[str]) -> str:
-    """The only adapter, or the one the model names as active."""
-    active = getattr(model, "active_adapter", None)  # peft's attribute; this module does without importing peft
-    if isinstance(active, str) and active in adapters:
-        return active
-    if len(adapters) > 1:
-        raise ConfigError(
-            f"the model has {len(adapters)} adapters ({', '.join(sorted(adapters))}) and names none as active. "
-            "Pass lora_scaler(model, adapter=...)."
-        )
-    return next(iter(adapters), "")
-
-
-def _check_factor(s: float) -> float:
-    return require_number("s", s, at_least=0, way_out="A scale is finite and not negative, so weights stay finite.")
+def check_limit(limit: float) -> None:
+    """Refuse a limit that is no KL."""
+    require_number("limit", limit, above=0, way_out="It is a KL in the unit of the measurement; 1.1 x target is usual.")

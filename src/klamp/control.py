@@ -21,12 +21,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from klamp.clamp import LIMIT, Clamped, Scaler, no_farther
+from klamp.clamp import LIMIT, Clamped, Gauge, GaugeState, no_farther
 from klamp.clamp import clamp as clamp_kl
 from klamp.controllers.base import Controller, State, advance, begin, check_controller, clip, described, observed
 from klamp.errors import ConfigError, require_number, shown
-from klamp.gauge import Gauge, GaugeState
 from klamp.monitor import Alarm, Monitor, MonitorState
+from klamp.scalers import Scaler
 from klamp.strict_json import from_plain
 
 DAMAGED = "The checkpoint is damaged; start from an earlier one."

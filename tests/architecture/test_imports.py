@@ -18,7 +18,7 @@ ROOT = Path(klamp.__file__).parent
 LAYERS = [
     # the library: torch alone
     {"errors", "numerics", "distributed"},
-    {"masked", "gauge", "chat", "strict_json"},
+    {"masked", "scalers", "chat", "strict_json"},
     {"estimators", "controllers", "clamp", "objectives"},
     {"placements", "trust", "kernels", "monitor"},
     {"control"},

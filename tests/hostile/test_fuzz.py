@@ -21,13 +21,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from klamp import State, references, strict_json
-from klamp.clamp import Clamped
+from klamp.clamp import Clamped, GaugeState
 from klamp.cli import main
 from klamp.config_io import fields_of, from_dict, from_yaml, to_dict, to_yaml
 from klamp.controllers import Hold
 from klamp.errors import ConfigError, KlampError
 from klamp.experiments import compare, sweep_grammar
-from klamp.gauge import GaugeState
 from klamp.monitor import Monitor
 from klamp.strict_json import from_plain
 from klamp.train import data, rewards

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from klamp import Fixed, Hold, Ziegler
-from klamp.clamp import Clamped
-from klamp.gauge import Gauge, GaugeState
+from klamp.clamp import Clamped, Gauge, GaugeState
 from klamp.integrations.trl import KlampGRPOTrainer, KLControl
 from klamp.integrations.trl.callback import LIMIT, MOVED, SAVED
 from klamp.integrations.trl.tokens import OwnKL, counted, policy_of, text_of

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import klamp
+from klamp.clamp import Gauge
 from klamp.control import Control
-from klamp.gauge import Gauge
 from klamp.train.config import KLConfig, OptimConfig, RolloutConfig, TrainConfig
 from klamp.train.kl_config import control_of
 from klamp.train.loop import Trainer

@@ -22,9 +22,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from klamp.clamp import snapshot
 from klamp.masked import Unit, select
 from klamp.monitor import logger
+from klamp.scalers import snapshot
 from klamp.train.config import KLConfig
 from klamp.train.data import mix
 from klamp.train.metrics import Totals
