@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from klamp.sampling.caches import DynamicSteps, StaticSteps, layout
-from klamp.sampling.decode import fit_threads
 from small_batch import FIRST, model, part
 
 
@@ -57,16 +56,3 @@ def test_the_sampler_follows_the_policy_through_merged_weights(
     look = made.learner.look(rollout, made.learner.reference_states(rollout))
     torch.testing.assert_close(rollout.sampler_logp[rollout.mask], look.logp[rollout.mask], rtol=1e-4, atol=1e-4)
     assert bool((look.kl[rollout.mask] > 0).any()), "the adapter does something"
-
-
-def test_sleeping_threads_are_left_asleep_for_small_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, before = model("llama"), torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        for policy, rows, expected in (("passive", 8, 1), ("PASSIVE", 8, 1), ("passive", 1 << 14, 2), ("active", 8, 2)):
-            monkeypatch.setenv("OMP_WAIT_POLICY", policy)
-            with fit_threads(made, rows):
-                assert torch.get_num_threads() == expected
-            assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)

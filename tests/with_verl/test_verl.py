@@ -56,9 +56,9 @@ def test_the_plugin_is_what_does_it() -> None:
 
 def test_a_plugin_that_fails_says_so(monkeypatch: pytest.MonkeyPatch, heard: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("klamp.integrations.verl.install", lambda: 1 / 0)
-    sys.modules.pop("klamp.integrations.verl_plugin", None)
+    sys.modules.pop("klamp.integrations.verl.plugin", None)
     with pytest.raises(ZeroDivisionError):
-        __import__("klamp.integrations.verl_plugin")
+        __import__("klamp.integrations.verl.plugin")
     assert "klamp is NOT ACTIVE in verl" in heard.text
 
 

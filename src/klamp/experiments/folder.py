@@ -28,7 +28,6 @@ class Folder:
         self.runs = self.path / "runs"
         self.logs = self.path / "logs"
         self.results = self.path / "results.json"
-        self.report = self.path / "report.html"
 
     @contextlib.contextmanager
     def claimed(

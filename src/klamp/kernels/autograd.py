@@ -272,10 +272,7 @@ class Statistics(torch.autograd.Function):
         stats = forward_statistics(ops, work)
         ctx.save_for_backward(hidden, head, bias)
         ctx.work, ctx.ops, ctx.stats = work, ops, stats.for_backward()
-        ctx.set_materialize_grads(False)
-        if stats.ref_logp is not None:
-            ctx.mark_non_differentiable(stats.ref_logp)
-        return stats.logp, stats.kl, stats.entropy, stats.ref_logp
+        return stats.returned(ctx)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -69,10 +69,7 @@ class FromLogits(torch.autograd.Function):
         stats = out.stats()
         ctx.save_for_backward(logits, ref, tokens, index)
         ctx.stats, ctx.scaling, ctx.ops = stats.for_backward(), scaling, ops
-        ctx.set_materialize_grads(False)
-        if stats.ref_logp is not None:
-            ctx.mark_non_differentiable(stats.ref_logp)
-        return stats.logp, stats.kl, stats.entropy, stats.ref_logp
+        return stats.returned(ctx)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

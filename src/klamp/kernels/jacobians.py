@@ -70,10 +70,7 @@ class OnePass(torch.autograd.Function):
         stats, ctx.vectors, ctx.chunk = forward(ops, work, names)
         ctx.save_for_backward(hidden, head)
         ctx.work, ctx.ops, ctx.names, ctx.stats = work, ops, names, stats.for_backward()
-        ctx.set_materialize_grads(False)
-        if stats.ref_logp is not None:
-            ctx.mark_non_differentiable(stats.ref_logp)
-        return stats.logp, stats.kl, stats.entropy, stats.ref_logp
+        return stats.returned(ctx)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -49,6 +49,13 @@ class RowStats(NamedTuple):
         """The same memory without a graph. Outputs kept on a context would hold it, and it them: never freed."""
         return RowStats(*(None if x is None else x.detach() for x in self))  # type: ignore[arg-type]
 
+    def returned(self, ctx: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """(logp, kl, entropy, ref_logp) as an autograd function returns them: the last without a gradient."""
+        ctx.set_materialize_grads(False)
+        if self.ref_logp is not None:
+            ctx.mark_non_differentiable(self.ref_logp)
+        return self.logp, self.kl, self.entropy, self.ref_logp
+
 
 class Upstream(NamedTuple):
     """dL/dlogp, dL/dkl and dL/dentropy of n rows; None where the loss does not use the quantity."""

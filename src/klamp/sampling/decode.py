@@ -6,9 +6,6 @@ below 1, normalised in float32.
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +18,6 @@ SLOTS = 4
 """Shapes whose cache and graph are kept."""
 ASKED = 8
 """Tokens between two questions on a GPU whether all sequences have ended."""
-LONE = 1 << 24
-"""Products of a map below which sleeping threads are not woken for it: half a millisecond on one core."""
 
 
 class Drawn(NamedTuple):
@@ -75,10 +70,6 @@ class Decoder:
 
     def run(self, ids: Tensor, attention: Tensor, length: int, generator: torch.Generator) -> Drawn:
         """At most ``length`` tokens after each prompt; stops as soon as every sequence has ended."""
-        with fit_threads(self.model, len(ids)):
-            return self._run(ids, attention, length, generator)
-
-    def _run(self, ids: Tensor, attention: Tensor, length: int, generator: torch.Generator) -> Drawn:
         rows, prompt = ids.shape
         steps = self._steps(rows, prompt, length)
         logits = steps.prefill(ids, attention)
@@ -126,29 +117,6 @@ class Decoder:
                 del self.slots[next(iter(self.slots))]
             self.slots[key] = StaticSteps(self.model, rows, prompt + length)
         return self.slots[key]
-
-
-@contextlib.contextmanager
-def fit_threads(model: Any, rows: int) -> Iterator[None]:
-    """One thread on a CPU where threads sleep while they wait and a decoding step's products are small.
-
-    Under ``OMP_WAIT_POLICY=passive`` every product wakes the others. On two cores SmolLM2's steps for 8 sequences took
-    as long with two threads as with one, and 30 % more processor time. Sizes and environment decide, no clock does:
-    a run that is resumed decides the same.
-    """
-    config, threads = model.config.get_text_config(), torch.get_num_threads()
-    hidden = int(getattr(config, "hidden_size", 0) or 0)
-    inner = getattr(config, "intermediate_size", None)
-    products = rows * hidden * (inner if isinstance(inner, int) else 4 * hidden)
-    sleep = os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive"
-    if not sleep or threads == 1 or products >= LONE or next(model.parameters()).device.type != "cpu":
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def race(logp: Tensor, generator: torch.Generator) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from klamp.sampling.caches import accepted
-from klamp.sampling.decode import fit_threads, nucleus
+from klamp.sampling.decode import nucleus
 
 
 class Row(Protocol):
@@ -114,8 +114,7 @@ class Batch:
     def _forward(self, ids: Tensor, attention: Tensor, positions: Tensor) -> Tensor:
         options = accepted(self.model, position_ids=positions, logits_to_keep=1)
         cached: dict[str, Any] = {"past_key_values": self.cache, "use_cache": True}
-        with fit_threads(self.model, len(ids)):
-            out = self.model(input_ids=ids, attention_mask=attention, **cached, **options)
+        out = self.model(input_ids=ids, attention_mask=attention, **cached, **options)
         return out.logits[:, -1].float()  # type: ignore[no-any-return]
 
     def _draw(self) -> tuple[Tensor, Tensor, list[list[tuple[int, float]]] | None]:

@@ -3,7 +3,7 @@
 verl (0.9) makes its controller by ``core_algos.get_kl_controller(config.algorithm.kl_ctrl)``, reads its ``value``,
 calls ``update(current_kl=, n_steps=)`` once a step and forgets it at a checkpoint. :func:`install` answers the type
 ``klamp`` there, measures KL in the unit of the target on the batch that is priced, and keeps the controller's state in
-verl's own checkpoint folders. The plugin :mod:`klamp.integrations.verl_plugin` calls it whenever verl is imported.
+verl's own checkpoint folders. The plugin :mod:`klamp.integrations.verl.plugin` calls it whenever verl is imported.
 """
 
 from __future__ import annotations
