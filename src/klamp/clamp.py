@@ -215,10 +215,17 @@ class Gauge:
         return GaugeState()
 
     def update(self, state: GaugeState, fresh: float, last: Clamped | None, noise: float = 0.0) -> GaugeState:
-        """The state after a batch read ``fresh``; ``last`` is what the clamp found and did in the step before it.
+        """The state after a batch read ``fresh``.
 
-        ``noise`` is the relative standard error of the reading, from the spread over the batch's own prompts. Where KL
-        sits in few rare tokens it is 30 % and more.
+        Args:
+            state: what is known so far.
+            fresh: KL on the batch before its update.
+            last: what the clamp found and did in the step before. None: nothing.
+            noise: relative standard error of ``fresh``, from the spread over the batch's own prompts. Where KL sits in
+                few rare tokens it is 30 % and more.
+
+        Returns:
+            The state for this step.
         """
         if not _positive(fresh):
             return state
@@ -245,7 +252,16 @@ class Gauge:
         return GaugeState(level, fresh, share, state.pairs + 1, spread, surprise, bias)
 
     def carry(self, state: GaugeState, reading: float, last: Clamped) -> GaugeState:
-        """The state after a step read on tokens that were trained on before: they show the change, not the level."""
+        """The state after a step read on tokens that were trained on before: they show the change, not the level.
+
+        Args:
+            state: what is known so far.
+            reading: KL on those tokens before this update.
+            last: what the clamp found and did in the step before.
+
+        Returns:
+            The state for this step.
+        """
         if state.level <= 0 or not _positive(reading, last.kl_before, last.kl_after):
             return state
         level = self._expected(state, last.kl_before) * last.kl_after / last.kl_before * math.exp(state.bias)
@@ -256,6 +272,14 @@ class Gauge:
 
         It keeps 5 % back, and nearly half the noise of a reading for what of it is left in the level; 15 % / sqrt(n)
         more while that rests on n readings.
+
+        Args:
+            state: what is known so far.
+            limit: the limit on fresh samples.
+            own: KL on the step's own tokens after its update.
+
+        Returns:
+            The limit on own tokens.
         """
         check_limit(limit)
         back = math.exp(-0.05 - 0.45 * math.sqrt(state.spread) - 0.15 / math.sqrt(state.pairs + 1))

@@ -27,7 +27,7 @@ from klamp.controllers.base import Controller, State, advance, begin, check_cont
 from klamp.errors import ConfigError, require_number, shown
 from klamp.monitor import Alarm, Monitor, MonitorState
 from klamp.scalers import Scaler
-from klamp.strict_json import from_plain
+from klamp.strict_json import from_plain, nan_as_text, nan_from_text
 
 DAMAGED = "The checkpoint is damaged; start from an earlier one."
 
@@ -75,12 +75,19 @@ class ControlState:
             "last": None if self.last is None else asdict(self.last),
             "floor": self.floor,
             "monitor": self.monitor.to_dict(),
-            "reading": None if self.reading is None else _written(asdict(self.reading)),
+            "reading": None if self.reading is None else nan_as_text(asdict(self.reading)),
         }
 
     @staticmethod
     def from_dict(saved: Mapping[str, Any]) -> ControlState:
-        """The state that :meth:`to_dict` wrote, or that an earlier klamp did, which saved more or less of it."""
+        """The state that :meth:`to_dict` wrote, or that an earlier klamp did, which saved more or less of it.
+
+        Args:
+            saved: what :meth:`to_dict` returned.
+
+        Returns:
+            The state. A damaged one is a :class:`klamp.ConfigError`.
+        """
         if not isinstance(saved, Mapping) or not {"controller", "gauge", "monitor"} <= set(saved):
             raise ConfigError(f"a saved control must hold controller, gauge and monitor, got {shown(saved)}. {DAMAGED}")
         price, last, reading = (saved.get(k) for k in ("controller", "last", "reading"))
@@ -91,20 +98,8 @@ class ControlState:
             last=known if known is not None and is_kl(known.kl_before, known.kl_after) else None,
             floor=require_number("control.floor", saved.get("floor", 0.0), at_least=0, way_out=DAMAGED),
             monitor=MonitorState.from_dict(saved["monitor"]),
-            reading=None if reading is None else from_plain(BatchKL, _read(reading), finite=False),
+            reading=None if reading is None else from_plain(BatchKL, nan_from_text(reading), finite=False),
         )
-
-
-def _written(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN and no infinity: they are text there."""
-    return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in numbers.items()}
-
-
-def _read(saved: object) -> object:
-    """What :func:`_written` was given."""
-    if not isinstance(saved, Mapping):
-        return saved
-    return {k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in saved.items()}
 
 
 def is_kl(*values: float) -> bool:
@@ -275,7 +270,7 @@ class Control:
             price = advance(
                 self.controller,
                 price,
-                self.above_floor(reading.kl),
+                self._above_floor(reading.kl),
                 reading.n,
                 effort=0.0 if clamped is None else clamped.effort,
                 spread=reading.spread,
@@ -293,6 +288,9 @@ class Control:
             kl: what the batch read; NaN where nothing counted. None records nothing.
             step: as in :meth:`after_update`.
             figures: as in :meth:`after_update`.
+
+        Returns:
+            The control of the next step.
         """
         seen, alarms = self._record(kl, None, step, figures)
         state = replace(self.state, monitor=seen, reading=None)
@@ -308,6 +306,13 @@ class Control:
 
         Hold starts anew at ``beta sqrt(old / new)``; rules that know a price alone keep it. What the monitor saw was
         judged by the old target, and is forgotten.
+
+        Args:
+            old: the target before. None: there was none.
+            new: the target from here on.
+
+        Returns:
+            The control for ``new``.
         """
         price = self.state.price
         if price is not None and old and new:
@@ -316,13 +321,18 @@ class Control:
                 price = replace(price, beta=clip(price.beta, *bounds))
         return replace(self, state=replace(self.state, price=price, monitor=MonitorState()))
 
-    # How near the limit is, for loops that measure on a share of the sequences
-
     def far(self, kl: float) -> bool:
-        """Whether ``kl`` on own tokens is far below the limit; one that cannot be measured is not."""
+        """Whether ``kl`` on own tokens is far below the limit; one that cannot be measured is not.
+
+        Args:
+            kl: KL after the update, on the step's own tokens.
+
+        Returns:
+            True where the clamp has nothing to do for this step or the next.
+        """
         return self.limit is not None and FAR * kl < min(self.limit, self._own_limit(kl))
 
-    def above_floor(self, kl: float) -> float:
+    def _above_floor(self, kl: float) -> float:
         """``kl`` as the controller takes it: 0 at the floor, the target at the target."""
         target, floor = self.target, self.state.floor
         if not floor or target is None or not target > floor:

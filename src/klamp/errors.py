@@ -49,7 +49,14 @@ class KlampError(Exception):
         return str(self.args[0]) if self.args else ""
 
     def spelled(self, spell: Callable[[Setting], str]) -> str:
-        """The message with every setting as ``spell`` writes it."""
+        """The message with every setting as ``spell`` writes it.
+
+        Args:
+            spell: writes a :class:`Setting`: ``str`` as in Python and YAML, or as a flag.
+
+        Returns:
+            The text to show.
+        """
         return MARKED.sub(lambda found: spell(Setting(found[1], found[2])), self.marked)
 
     def __str__(self) -> str:
@@ -61,6 +68,12 @@ class ConfigError(KlampError, ValueError):
 
     ``ConfigError("kl.limit", -1, "Leave it out for 1.1 x the target.", problem="must be > 0, got {value}")``, or
     ``ConfigError("a whole message")`` where the error is about more than one field.
+
+    Args:
+        field: the setting's dotted name, or a whole message where ``way_out`` is not given.
+        value: what was given for it.
+        way_out: what to do instead, as a sentence.
+        problem: what is wrong, as the end of a sentence that begins with the field.
 
     Attributes:
         field: Dotted name of the setting; of a whole message, the first that it names. None: it names none.
@@ -81,7 +94,14 @@ class ConfigError(KlampError, ValueError):
         self.way_out = way_out or ""
 
     def within(self, part: str) -> ConfigError:
-        """The same error about fields of ``part``: ``reference`` becomes ``kl.reference``."""
+        """The same error about fields of ``part``: ``reference`` becomes ``kl.reference``.
+
+        Args:
+            part: the part of the configuration that the fields belong to.
+
+        Returns:
+            Another error with the same value and way out.
+        """
         text = self.spelled(lambda s: s.marked if "." in s.name else s._replace(name=f"{part}.{s.name}").marked)
         found = ConfigError(text)
         found.value, found.way_out = self.value, self.way_out

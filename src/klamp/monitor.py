@@ -101,7 +101,14 @@ class MonitorState:
 
     @staticmethod
     def from_dict(saved: Mapping[str, Any]) -> MonitorState:
-        """The state that :meth:`to_dict` wrote."""
+        """The state that :meth:`to_dict` wrote.
+
+        Args:
+            saved: what :meth:`to_dict` returned.
+
+        Returns:
+            The state. A damaged one is a :class:`klamp.ConfigError`.
+        """
         try:
             rows = tuple({str(k): float(v) for k, v in row.items()} for row in saved["window"])
             return MonitorState(rows, int(saved["steps"]), tuple(sorted({str(kind) for kind in saved["raised"]})))
@@ -205,7 +212,14 @@ class Monitor:
         return fmean(abs(r["kl"] / self.target - 1) <= BAND for r in self.window)
 
     def mean(self, key: str = "kl") -> float | None:
-        """Mean of ``key`` over the window; None when it was never recorded."""
+        """Mean of ``key`` over the window; None when it was never recorded.
+
+        Args:
+            key: a name that was recorded, such as ``"kl"`` or ``"beta"``.
+
+        Returns:
+            The mean, or None.
+        """
         values = [r[key] for r in self.window if key in r]
         return fmean(values) if values else None
 
@@ -215,18 +229,33 @@ class Monitor:
         return MonitorState(tuple(self.window), self.steps, tuple(sorted(self.raised)))
 
     def at(self, state: MonitorState) -> Monitor:
-        """A monitor with the same settings that has seen ``state``; this one is left as it is."""
+        """A monitor with the same settings that has seen ``state``; this one is left as it is.
+
+        Args:
+            state: of this or another monitor.
+
+        Returns:
+            The other monitor.
+        """
         other = copy.copy(self)
         other.window = deque((dict(row) for row in state.window), maxlen=self.window.maxlen)
         other.steps, other.raised = state.steps, set(state.raised)
         return other
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a resumed run needs, as plain JSON values."""
+        """Everything a resumed run needs, as plain JSON values.
+
+        Returns:
+            What :meth:`load_state_dict` goes on from.
+        """
         return self.state.to_dict()
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
+        """Continue from :meth:`state_dict`.
+
+        Args:
+            saved: of a monitor with the same settings.
+        """
         vars(self).update(vars(self.at(MonitorState.from_dict(saved))))
 
     def _judge(self, step: int) -> Iterator[Alarm | None]:

@@ -170,3 +170,15 @@ def _fits(value: object, kind: str, finite: bool) -> bool:
     if kind.startswith("int"):
         return isinstance(value, int) and abs(value) < 2**63
     return not finite or (isinstance(value, int) and abs(value) < 2**63) or math.isfinite(value)
+
+
+def nan_as_text(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no infinity: they are text there."""
+    return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in numbers.items()}
+
+
+def nan_from_text(saved: object) -> object:
+    """What :func:`nan_as_text` was given."""
+    if not isinstance(saved, Mapping):
+        return saved
+    return {k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in saved.items()}

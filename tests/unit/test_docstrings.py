@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import klamp
-from klamp import kernels, objectives, trust
+from klamp import kernels, local_backend, objectives, trust
 
 
 def functions() -> dict[str, Callable[..., Any]]:
@@ -37,6 +37,36 @@ def test_every_argument_and_the_result_are_described(name: str) -> None:
     names = {n for group in groups for n in group.split(", ")}
     assert names == set(inspect.signature(FUNCTIONS[name]).parameters)
     assert "\nReturns:\n" in text or "-> None" in str(inspect.signature(FUNCTIONS[name]))
+
+
+def methods() -> dict[str, Callable[..., Any]]:
+    """Every public method with arguments of the public classes, by its full name."""
+    classes = {n: getattr(klamp, n) for n in klamp.__all__} | {
+        n: getattr(local_backend, n) for n in local_backend.__all__
+    }
+    found = {}
+    for name, cls in classes.items():
+        for method, value in vars(cls).items() if inspect.isclass(cls) else ():
+            function = getattr(value, "__func__", value)
+            if inspect.isfunction(function) and not method.startswith("_") and method not in PROMISED.get(cls, ()):
+                found[f"{name}.{method}"] = function
+    return {n: f for n, f in found.items() if set(inspect.signature(f).parameters) - {"self", "cls"}}
+
+
+RULES = (klamp.Fixed, klamp.Scheduled, klamp.Ziegler, klamp.Exponential, klamp.Doubling, klamp.Hold)
+PROMISED = dict.fromkeys(RULES, ("init", "update")) | {klamp.HoldState: ("retargeted",)}
+"""Methods whose arguments are described once, by :class:`klamp.Controller` and :class:`klamp.State`."""
+METHODS = methods()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_argument_of_a_method_is_described(name: str) -> None:
+    text = inspect.getdoc(METHODS[name]) or ""
+    described = text.partition("Args:\n")[2].partition("\nReturns:")[0]
+    groups = re.findall(r"^    (\**[a-z_0-9]+(?:, [a-z_0-9]+)*):", described, re.M)
+    names = {n.lstrip("*") for group in groups for n in group.split(", ")}
+    assert names == set(inspect.signature(METHODS[name]).parameters) - {"self", "cls"}
+    assert "Returns:\n" in text or inspect.signature(METHODS[name]).return_annotation in (None, "None")
 
 
 @pytest.mark.parametrize("name", ["k1", "k2", "k3", "exact", "in_reward", "in_advantage", "in_loss", "sequence_exact"])

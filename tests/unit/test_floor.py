@@ -33,9 +33,9 @@ def test_bfloat16_has_a_floor_and_float32_has_none(tmp_path: Path) -> None:
 
 def test_at_the_floor_the_controller_reads_nothing_and_at_the_target_the_target() -> None:
     control = control_of(KLConfig(target=0.05, per="token")).init(floor=0.002)
-    assert control.above_floor(0.002) == 0
-    assert control.above_floor(0.0015) == 0
-    assert control.above_floor(0.05) == pytest.approx(0.05)
+    assert control._above_floor(0.002) == 0
+    assert control._above_floor(0.0015) == 0
+    assert control._above_floor(0.05) == pytest.approx(0.05)
 
 
 def test_a_target_near_the_floor_is_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -210,7 +210,17 @@ class Finding:
 
 
 def read(term: Term, world: World, *, stale: bool, rescale: bool = False) -> GradientError:
-    """What ``term`` does in ``world``; ``rescale`` forgives a constant factor, such as a mean's denominator."""
+    """What ``term`` does in ``world``; ``rescale`` forgives a constant factor, such as a mean's denominator.
+
+    Args:
+        term: a scalar loss of a batch.
+        world: a policy, a reference and rewards, small enough to enumerate.
+        stale: samples come from an older policy.
+        rescale: forgive a constant factor.
+
+    Returns:
+        The errors of the term's gradient.
+    """
     batch = _fresh(_batch(world, stale))
     leaves = (batch.logp, batch.kl, batch.forward_kl)
     loss = term(batch)
@@ -241,7 +251,19 @@ def examine(
     seeds: Sequence[int] = range(20),
     rescale: bool = False,
 ) -> Finding:
-    """``term`` in ``len(seeds)`` random worlds at each drift."""
+    """``term`` in ``len(seeds)`` random worlds at each drift.
+
+    Args:
+        name: of the term, in the finding.
+        term: a scalar loss of a batch.
+        accepted: whether klamp accepts it.
+        drifts: KL of the policies that are enumerated.
+        seeds: one random world each.
+        rescale: forgive a constant factor, such as the denominator of a mean.
+
+    Returns:
+        What it descends, with bias, cosine and noise at each drift.
+    """
     on = [[read(term, _world(s, d), stale=False, rescale=rescale) for s in seeds] for d in drifts]
     off = [[read(term, _world(s, d), stale=True, rescale=rescale) for s in seeds] for d in drifts]
 

@@ -181,7 +181,14 @@ def audit_function(loss: Loss, *, name: str | None = None, seeds: Iterable[int] 
 
 
 def load_function(path: str) -> Loss:
-    """The function named ``module:function``; modules of the working folder are found too."""
+    """The function named ``module:function``; modules of the working folder are found too.
+
+    Args:
+        path: ``module:function``.
+
+    Returns:
+        The function.
+    """
     module_name, _, function_name = path.partition(":")
     if not module_name or not function_name:
         raise ConfigError(f"function {path!r} must be written module:function, as in my_losses:kl_term.")
@@ -190,7 +197,15 @@ def load_function(path: str) -> Loss:
 
 
 def render(findings: Iterable[Finding], title: str | None = None) -> Table:
-    """The findings as a table; accepted rows first."""
+    """The findings as a table; accepted rows first.
+
+    Args:
+        findings: rows of the table.
+        title: of the table.
+
+    Returns:
+        A table for rich.
+    """
     from rich.table import Table
 
     low, high = DRIFTS
@@ -230,7 +245,14 @@ class Verdict(NamedTuple):
 
 
 def verdict(finding: Finding) -> Verdict:
-    """Judged by what it descends on samples of the policy itself."""
+    """Judged by what it descends on samples of the policy itself.
+
+    Args:
+        finding: of one term.
+
+    Returns:
+        The verdict in a word and in a sentence.
+    """
     name, on = finding.name, finding.descends_on
     if on == SEQUENCE:
         return Verdict("right", f"{name} descends {SEQUENCE}.")

@@ -34,7 +34,14 @@ WHICH = (
 
 
 class AdaptiveKLController(ZieglerFront):
-    """``value ← value · (1 + clip(current/target − 1, ±0.2) · n_steps / horizon)``: ROLL, trlx, OpenRLHF."""
+    """``value ← value · (1 + clip(current/target − 1, ±0.2) · n_steps / horizon)``: ROLL, trlx, OpenRLHF.
+
+    Args:
+        init_kl_coef: the first price.
+        target: the KL to hold, in the unit in which it is fed.
+        horizon: sequences over which an error of 1 would change the price by 100 %.
+        target_kl: refused: the name that other classes with this name have for ``target``.
+    """
 
     __slots__ = ()
 
@@ -53,7 +60,13 @@ class AdaptiveKLController(ZieglerFront):
         super().__init__(Ziegler(target, UNSTATED, init_beta=init_kl_coef, horizon=horizon))
 
     def update(self, current: Any = None, n_steps: float | None = None, *, current_kl: Any = None) -> None:
-        """Observe a KL over ``n_steps`` sequences, which the originals ask for too."""
+        """Observe a KL over ``n_steps`` sequences, which the originals ask for too.
+
+        Args:
+            current: the KL of the step.
+            n_steps: sequences behind it.
+            current_kl: verl's name for ``current``; give one of the two.
+        """
         if n_steps is None:
             raise ConfigError(
                 "AdaptiveKLController.update needs n_steps, the number of sequences behind the KL. The PPO tutorial's "
@@ -65,7 +78,16 @@ class AdaptiveKLController(ZieglerFront):
 def get_kl_controller(
     init_kl_coef: float, target_kl: float | None = None, kl_horizon: float = 10_000
 ) -> AdaptiveKLController | FixedKLController:
-    """ROLL's factory: fixed when ``target_kl`` is None, adaptive otherwise."""
+    """ROLL's factory: fixed when ``target_kl`` is None, adaptive otherwise.
+
+    Args:
+        init_kl_coef: the first price.
+        target_kl: the KL to hold. None: the price stays.
+        kl_horizon: Ziegler's horizon, in sequences.
+
+    Returns:
+        A controller with ROLL's attributes and methods.
+    """
     if target_kl is None:
         return FixedKLController(init_kl_coef)
     return AdaptiveKLController(init_kl_coef, target_kl, kl_horizon)

@@ -16,6 +16,11 @@ class AdaptiveKLController(SteeringFront):
 
     ``kl_coef``, ``target_kl``, ``horizon`` and ``step_count`` are the tutorial's attributes. ``horizon`` does nothing,
     as in the original. A Python float is taken like a tensor, where the original fails.
+
+    Args:
+        init_kl_coef: the first price.
+        target_kl: the KL to hold.
+        horizon: kept and not used, as in the original.
     """
 
     __slots__ = ("horizon",)
@@ -49,6 +54,15 @@ class AdaptiveKLController(SteeringFront):
         return self.state.updates + self.state.skipped
 
     def update(self, current: Any = None, n_steps: float = 1, *, current_kl: Any = None) -> float:  # type: ignore[override]
-        """Observe a KL, a float or a tensor, and return the new coefficient."""
+        """Observe a KL, a float or a tensor, and return the new coefficient.
+
+        Args:
+            current: the KL of the step.
+            n_steps: sequences behind it; the rule does not use them.
+            current_kl: verl's name for ``current``; give one of the two.
+
+        Returns:
+            The coefficient of the next step.
+        """
         super().update(current, n_steps, current_kl=current_kl)
         return self.value

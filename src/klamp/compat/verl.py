@@ -12,7 +12,13 @@ __all__ = ["AdaptiveKLController", "FixedKLController", "get_kl_controller"]
 
 
 class AdaptiveKLController(ZieglerFront):
-    """``value ← value · (1 + clip(current_kl/target − 1, ±0.2) · n_steps / horizon)``: verl's, to the last bit."""
+    """``value ← value · (1 + clip(current_kl/target − 1, ±0.2) · n_steps / horizon)``: verl's, to the last bit.
+
+    Args:
+        init_kl_coef: the first price.
+        target_kl: the KL to hold, in the unit in which it is fed.
+        horizon: Ziegler's horizon, in sequences.
+    """
 
     __slots__ = ()
 
@@ -21,7 +27,14 @@ class AdaptiveKLController(ZieglerFront):
 
 
 def get_kl_controller(kl_ctrl: Any) -> AdaptiveKLController | FixedKLController:
-    """``core_algos.get_kl_controller``: ``kl_ctrl.type`` is fixed or adaptive."""
+    """``core_algos.get_kl_controller``: ``kl_ctrl.type`` is fixed or adaptive.
+
+    Args:
+        kl_ctrl: verl's node ``algorithm.kl_ctrl``: ``type``, ``kl_coef``, ``target_kl`` and ``horizon``.
+
+    Returns:
+        A controller with ``value`` and ``update(current_kl, n_steps)``.
+    """
     if kl_ctrl.type == "fixed":
         return FixedKLController(kl_ctrl.kl_coef)
     if kl_ctrl.type == "adaptive":

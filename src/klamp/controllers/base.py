@@ -41,16 +41,35 @@ class State:
         State.kinds[cls.__name__] = cls
 
     def retargeted(self, old: float, new: float) -> State:
-        """The state to go on from when the target changes from ``old`` to ``new``: a price alone stays."""
+        """The state to go on from when the target changes from ``old`` to ``new``: a price alone stays.
+
+        Args:
+            old: the target that it was steered to.
+            new: the target that it is steered to from here on.
+
+        Returns:
+            The state for ``new``.
+        """
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """A dictionary of JSON values; :meth:`from_dict` reverses it."""
+        """A dictionary of JSON values; :meth:`from_dict` reverses it.
+
+        Returns:
+            Plain values, the name of the class among them.
+        """
         return {"kind": type(self).__name__, **asdict(self)}
 
     @staticmethod
     def from_dict(saved: Mapping[str, Any]) -> State:
-        """The state that :meth:`to_dict` wrote, of the class that wrote it."""
+        """The state that :meth:`to_dict` wrote, of the class that wrote it.
+
+        Args:
+            saved: what :meth:`to_dict` returned.
+
+        Returns:
+            The state. A damaged one is a :class:`klamp.ConfigError`.
+        """
         if not isinstance(saved, Mapping):
             raise ConfigError(
                 f"a saved controller state must be an object, got {shown(saved)}. Start anew with init()."
@@ -76,12 +95,23 @@ class State:
         return state
 
     def to_json(self) -> str:
-        """:meth:`to_dict` as JSON text."""
+        """:meth:`to_dict` as JSON text.
+
+        Returns:
+            A line of JSON.
+        """
         return json.dumps(self.to_dict(), allow_nan=False)
 
     @staticmethod
     def from_json(text: str) -> State:
-        """The state that :meth:`to_json` wrote."""
+        """The state that :meth:`to_json` wrote.
+
+        Args:
+            text: what :meth:`to_json` returned.
+
+        Returns:
+            The state.
+        """
         try:
             saved = json.loads(text)
         except (ValueError, TypeError, RecursionError) as error:
@@ -104,6 +134,9 @@ class Controller(Protocol):
         Args:
             spread: RMS of the first batch's advantages within a prompt, where it is known.
             length: mean number of tokens in a completion, where it is known.
+
+        Returns:
+            The state with the first price.
         """
         ...
 
@@ -126,6 +159,9 @@ class Controller(Protocol):
             effort: what a clamp undid of the step before (``Clamped.effort``).
             spread: RMS of the batch's advantages within a prompt.
             noise: relative standard error of ``kl``.
+
+        Returns:
+            The next state; ``state`` stays as it is.
         """
         ...
 

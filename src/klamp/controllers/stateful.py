@@ -16,6 +16,10 @@ class Stateful:
 
     Unlike theirs it is saved: put ``state_dict()`` in the checkpoint. Setting ``value`` sets the price of the coming
     step; setting an attribute that would have no effect raises an ``AttributeError``.
+
+    Args:
+        controller: the rule: any :class:`klamp.Controller`.
+        state: where to go on from. None: the start.
     """
 
     __slots__ = ("controller", "state")
@@ -38,7 +42,13 @@ class Stateful:
         self.state = replace(self.state, beta=number)
 
     def update(self, current: Any = None, n_steps: float = 1, *, current_kl: Any = None) -> None:
-        """Observe a KL (a number or a tensor of one) over ``n_steps`` sequences; verl's ``current_kl=`` works too."""
+        """Observe a KL (a number or a tensor of one) over ``n_steps`` sequences; verl's ``current_kl=`` works too.
+
+        Args:
+            current: the KL of the step, in the unit of the target.
+            n_steps: sequences behind it.
+            current_kl: verl's name for ``current``; give one of the two.
+        """
         if (current is None) == (current_kl is None):
             raise ConfigError(
                 f"Stateful.update takes one KL, got current={current!r} and current_kl={current_kl!r}. Pass either."
@@ -47,11 +57,19 @@ class Stateful:
         self.state = self.controller.update(self.state, observed(kl), _count(n_steps))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as plain JSON values."""
+        """The state as plain JSON values.
+
+        Returns:
+            What :meth:`load_state_dict` goes on from.
+        """
         return self.state.to_dict()
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
+        """Continue from :meth:`state_dict`.
+
+        Args:
+            saved: of an object with the same kind of controller.
+        """
         state = State.from_dict(saved)
         own_state(state, type(self.controller.init()))
         self.state = state
@@ -119,7 +137,11 @@ class ZieglerFront(SteeringFront):
 
 
 class FixedKLController(Stateful):
-    """``value`` stays ``kl_coef``, or what it is set to: ROLL, trlx, verl, OpenRLHF."""
+    """``value`` stays ``kl_coef``, or what it is set to: ROLL, trlx, verl, OpenRLHF.
+
+    Args:
+        kl_coef: the price.
+    """
 
     __slots__ = ()
 

@@ -41,11 +41,6 @@ class Arm:
     summary: str
     kl: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def constant(self) -> bool:
-        """True for the constants among which the oracle is found."""
-        return self.name.startswith("beta=")
-
 
 def named_arm(name: str, static_beta: float) -> Arm:
     """The arm called ``name``."""

@@ -42,7 +42,14 @@ class HeadSpec:
         return {"bias": self.bias, "softcap": self.softcap, "logit_scale": self.logit_scale}
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``softcap · tanh(logit_scale · (h Wᵀ + b) / softcap)`` in float32 or wider, with its graph."""
+        """``softcap · tanh(logit_scale · (h Wᵀ + b) / softcap)`` in float32 or wider, with its graph.
+
+        Args:
+            hidden: last hidden states [..., H].
+
+        Returns:
+            Logits [..., V].
+        """
         z = nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
         z = z.to(torch.promote_types(z.dtype, torch.float32)) * self.logit_scale
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
@@ -79,7 +86,16 @@ def why_full_logits(model: nn.Module) -> str | None:
 
 
 def matches(spec: HeadSpec, hidden: Tensor, logits: Tensor) -> bool:
-    """Whether the head, applied to ``hidden`` [..., H], gives ``logits`` [..., V] up to the rounding of their dtype."""
+    """Whether the head, applied to ``hidden`` [..., H], gives ``logits`` [..., V] up to the rounding of their dtype.
+
+    Args:
+        spec: the head.
+        hidden: last hidden states [..., H].
+        logits: what the model made of them, [..., V].
+
+    Returns:
+        True where they agree.
+    """
     with torch.no_grad():
         x = spec.logits(hidden)
         # Four roundings (product, scale, cap, output) and a different order of summation.

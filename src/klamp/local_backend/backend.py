@@ -64,6 +64,9 @@ class TrainableModel:
         """Load the model, at its newest checkpoint, and open the backend's endpoint for it (extra ``klamp[serve]``).
 
         ``train`` and ``sample`` load it when that was not done.
+
+        Args:
+            backend: where the model is trained and sampled.
         """
         await backend.register(self)
         object.__setattr__(self, "_backend", backend)
@@ -73,7 +76,11 @@ class TrainableModel:
             object.__setattr__(self, "inference_api_key", key)
 
     def openai_client(self) -> Any:
-        """An ``openai.AsyncOpenAI`` for the endpoint. Its choices carry the tokens that ``train`` needs."""
+        """An ``openai.AsyncOpenAI`` for the endpoint. Its choices carry the tokens that ``train`` needs.
+
+        Returns:
+            The client. Close it, or use it as an ``async with`` block.
+        """
         if self.inference_base_url is None:
             serve = "pip install 'klamp[serve]'" if self._backend is not None else "Call await model.register(backend)"
             raise ConfigError(f"{self.project}/{self.name} has no endpoint. {serve} first.")
@@ -84,11 +91,22 @@ class TrainableModel:
         return AsyncOpenAI(base_url=self.inference_base_url, api_key=self.inference_api_key, http_client=http)
 
     def get_inference_name(self, step: int | None = None) -> str:
-        """What a client asks for: the model as it is when it answers, or at a saved step."""
+        """What a client asks for: the model as it is when it answers, or at a saved step.
+
+        Args:
+            step: a saved step; 0 is the base. None: the newest weights.
+
+        Returns:
+            The name for ``model=`` in a request.
+        """
         return self.name if step is None else f"{self.name}@{step}"
 
     async def get_step(self) -> int:
-        """Steps done."""
+        """Steps done.
+
+        Returns:
+            The number of the newest step; 0 before the first.
+        """
         if self._backend is None:
             raise ConfigError(
                 f"{self.project}/{self.name} is not registered. Call await model.register(backend) first."
@@ -136,17 +154,35 @@ class LocalBackend:
         await self.close()
 
     async def register(self, model: Any) -> None:
-        """Load ``model`` from its newest checkpoint; a new one is saved as step 0, the base."""
+        """Load ``model`` from its newest checkpoint; a new one is saved as step 0, the base.
+
+        Args:
+            model: the model, such as a :class:`TrainableModel`.
+        """
         await self._open(model).call(lambda _: None)
 
     async def get_step(self, model: Any) -> int:
-        """Steps done."""
+        """Steps done.
+
+        Args:
+            model: the model, such as a :class:`TrainableModel`.
+
+        Returns:
+            The number of the newest step; 0 before the first.
+        """
         return await self._open(model).call(lambda worker: worker.step)
 
     async def endpoint(self, model: Any, *, name: str | None = None) -> tuple[str, str]:
         """The address and the key at which OpenAI clients find ``model`` by ``name``, its own unless given.
 
         It is loaded by then.
+
+        Args:
+            model: the model, such as a :class:`TrainableModel`.
+            name: what clients call it. None: its own name.
+
+        Returns:
+            The address (``base_url``) and the key (``api_key``).
         """
         opened = self._open(model)
         opened.served_as = name or opened.served_as
@@ -159,19 +195,38 @@ class LocalBackend:
         return self._endpoint.url, self._endpoint.key
 
     def saved_steps(self, model: Any) -> list[int]:
-        """Steps that have a checkpoint, oldest first: those that may be named as the reference."""
+        """Steps that have a checkpoint, oldest first: those that may be named as the reference.
+
+        Args:
+            model: the model, such as a :class:`TrainableModel`.
+
+        Returns:
+            The numbers of the steps.
+        """
         return saved_steps(self.folder(model))
 
     async def delete_checkpoints(self, model: Any, *, keep: Sequence[int] = ()) -> list[int]:
         """Delete the checkpoints of other steps than ``keep``; the newest and one that the reference needs stay.
 
-        Returns the steps that are left.
+        Args:
+            model: the model, such as a :class:`TrainableModel`.
+            keep: steps that stay.
+
+        Returns:
+            The steps that are left.
         """
         steps = [int(step) for step in keep]
         return await self._open(model).call(lambda worker: worker.delete_checkpoints(steps))
 
     def folder(self, model: Any) -> Path:
-        """Where everything of ``model`` lies. No name and no link leads out of the backend's path."""
+        """Where everything of ``model`` lies. No name and no link leads out of the backend's path.
+
+        Args:
+            model: the model, such as a :class:`TrainableModel`.
+
+        Returns:
+            The folder ``path/project/name``.
+        """
         _check_name("name", model.name)
         _check_name("project", model.project)
         root = self.path.expanduser().resolve()

@@ -65,17 +65,32 @@ class Trajectory:
     start_time: float = field(default_factory=time.monotonic, repr=False, compare=False)
 
     def log(self, message: str) -> None:
-        """Keep a line with the trajectory."""
+        """Keep a line with the trajectory.
+
+        Args:
+            message: the line.
+        """
         self.logs.append(message)
 
     def finish(self) -> Trajectory:
-        """Note the seconds since the trajectory was made as the metric ``duration``."""
+        """Note the seconds since the trajectory was made as the metric ``duration``.
+
+        Returns:
+            The trajectory itself.
+        """
         self.metrics["duration"] = time.monotonic() - self.start_time
         return self
 
     @contextlib.asynccontextmanager
     async def track_duration(self, name: str) -> AsyncIterator[None]:
-        """Add the seconds that the block takes to the metric ``NAME_duration``."""
+        """Add the seconds that the block takes to the metric ``NAME_duration``.
+
+        Args:
+            name: the first part of the metric.
+
+        Returns:
+            A block for ``async with``.
+        """
         began = time.monotonic()
         try:
             yield
@@ -84,7 +99,11 @@ class Trajectory:
             self.metrics[key] = self.metrics.get(key, 0.0) + time.monotonic() - began
 
     def messages(self) -> list[dict[str, Any]]:
-        """All of it as plain messages."""
+        """All of it as plain messages.
+
+        Returns:
+            Dictionaries with role and content.
+        """
         return [as_message(item) for item in self.messages_and_choices]
 
 
@@ -93,6 +112,11 @@ class TrajectoryGroup:
 
     ``await TrajectoryGroup(coroutines)`` runs them at the same time and raises what one of them raises, unless
     ``gather_trajectory_groups`` allows some to fail. ``TrajectoryGroup.gather`` keeps whatever fails.
+
+    Args:
+        trajectories: trajectories, exceptions in place of those that failed, or coroutines that make them.
+        metadata: kept with the group.
+        exceptions: further rollouts that failed.
     """
 
     def __init__(
@@ -115,7 +139,15 @@ class TrajectoryGroup:
     async def gather(
         cls, rollouts: Iterable[Awaitable[Any]], *, metadata: Mapping[str, Any] | None = None
     ) -> TrajectoryGroup:
-        """Run the rollouts at the same time; one that raises an Exception is kept as such and not trained on."""
+        """Run the rollouts at the same time; one that raises an Exception is kept as such and not trained on.
+
+        Args:
+            rollouts: coroutines, each of which returns a trajectory.
+            metadata: kept with the group.
+
+        Returns:
+            The group, with what failed as ``exceptions``.
+        """
         with allowing(math.inf):
             return await cls(rollouts, metadata=metadata)
 
@@ -208,11 +240,18 @@ async def gather_trajectory_groups(
     max_exceptions: float = 0,
     after_each: AfterEach | None = None,
 ) -> list[TrajectoryGroup]:
-    """Await all groups at the same time; up to ``max_exceptions`` rollouts may fail, or that share where it is below 1.
+    """Await all groups at the same time.
 
     A group of several coroutines keeps its failed ones as ``exceptions``; a group that fails as a whole is left out.
-    ``after_each`` is awaited with every group as it is done and gives the group, several, or None to leave it out.
-    ``pbar_desc`` names the progress bar on a terminal; None shows none.
+
+    Args:
+        groups: groups of coroutines, or coroutines that return a group.
+        pbar_desc: the name of the progress bar on a terminal. None: no bar.
+        max_exceptions: how many rollouts may fail, or which share of them where it is below 1.
+        after_each: awaited with every group as it is done; returns the group, several, or None to leave it out.
+
+    Returns:
+        The groups, in the order in which they were given.
     """
     require_number("max_exceptions", 0 if max_exceptions == float("inf") else max_exceptions, at_least=0, way_out=WAYS)
     waiting = list(groups)

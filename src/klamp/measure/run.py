@@ -70,15 +70,27 @@ class Measurement:
         return self.kl.mean <= self.noise_floor.high if math.isfinite(self.noise_floor.high) else False
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Plain values, for JSON.
+
+        Returns:
+            A dictionary of every figure.
+        """
         return {**asdict(self), "below_floor": self.below_floor}
 
     def to_json(self, path: str | Path) -> None:
-        """Write every figure as JSON."""
+        """Write every figure as JSON.
+
+        Args:
+            path: the file; it is replaced as a whole.
+        """
         atomic_text(Path(path), json.dumps(_finite(self.to_dict()), indent=1, ensure_ascii=False))
 
     def to_html(self, path: str | Path) -> None:
-        """Write the page with the map of tokens."""
+        """Write the page with the map of tokens.
+
+        Args:
+            path: the file; it is replaced as a whole.
+        """
         from klamp.measure.page import page
 
         atomic_text(Path(path), page(self))

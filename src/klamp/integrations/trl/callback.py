@@ -315,7 +315,11 @@ class KLControl(TrainerCallback):
         return {"per": self.per, **self.control.to_dict(), "moved": self.moved, "settled": self.settled}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
+        """Continue from :meth:`state_dict`.
+
+        Args:
+            saved: of a ``KLControl`` with the same unit.
+        """
         if saved["per"] != self.per:
             raise ConfigError(
                 f"the checkpoint was steered per {saved['per']}, this controller is per {self.per}. Give the "

@@ -36,9 +36,16 @@ from klamp.placements import check, in_advantage, sequence_exact
 class KlampGRPOTrainer(GRPOTrainer):
     """GRPOTrainer whose KL term descends KL(π‖ref): by default the exact KL with the true gradient of the sequence's.
 
-    ``estimator`` and ``placement`` are klamp's names, refused where the pair does not descend KL(π‖ref) unless
-    ``allow_biased``. The ``kl`` metric is the token mean of the estimator. ``max_weight`` and ``baseline`` are those
-    of :func:`klamp.sequence_exact`. Everything else is TRL's.
+    The ``kl`` metric is the token mean of the estimator. Everything else is TRL's.
+
+    Args:
+        *args: as in ``GRPOTrainer``.
+        estimator: what is priced: ``"exact"``, ``"k1"``, ``"k2"``, ``"weighted_k3"``, ...
+        placement: where: ``"sequence_exact"``, ``"in_advantage"`` or ``"in_loss"``.
+        allow_biased: accept a pair that does not descend KL(π‖ref).
+        max_weight: as in :func:`klamp.sequence_exact`.
+        baseline: as in :func:`klamp.sequence_exact`.
+        **kwargs: as in ``GRPOTrainer``.
     """
 
     def __init__(

@@ -57,7 +57,14 @@ class Settings:
 
     @classmethod
     def read(cls, kl_ctrl: Any) -> Settings:
-        """The settings in verl's config node, checked."""
+        """The settings in verl's config node, checked.
+
+        Args:
+            kl_ctrl: verl's node ``algorithm.kl_ctrl``.
+
+        Returns:
+            The settings. Those that are missing or wrong are a :class:`klamp.ConfigError`.
+        """
         names = ("type", "kl_coef", "horizon", "target_kl", "target", "per", "estimator")
         given = [str(k) for k in kl_ctrl if k != "_target_"] if isinstance(kl_ctrl, Mapping) else []
         for key in given:
@@ -109,7 +116,11 @@ class HoldKLController:
         return self.control.beta
 
     def observe(self, data: Any) -> None:
-        """Look at a batch of verl's before its penalty is applied: measure KL, and find the first price."""
+        """Look at a batch of verl's before its penalty is applied: measure KL, and find the first price.
+
+        Args:
+            data: verl's ``DataProto`` with log-probs, reference log-probs and scores.
+        """
         logp, ref_logp, mask = (data.batch[k] for k in ("old_log_probs", "ref_log_prob", "response_mask"))
         kl = named(self.settings.estimator)(logp.float(), ref_logp.float(), tail=TAIL)
         self.measured = float(mean(kl, mask, per=self.settings.per))
@@ -122,7 +133,13 @@ class HoldKLController:
             )
 
     def update(self, current: Any = None, n_steps: float = 1, *, current_kl: Any = None) -> None:
-        """Observe a KL, or the one just measured where :meth:`observe` saw the batch."""
+        """Observe a KL, or the one just measured where :meth:`observe` saw the batch.
+
+        Args:
+            current: the KL of the step.
+            n_steps: sequences behind it.
+            current_kl: verl's name for ``current``; give one of the two.
+        """
         if self.measured is None:
             if (current is None) == (current_kl is None):
                 raise ConfigError(f"update takes one KL, got {current!r} and current_kl={current_kl!r}. Pass either.")
@@ -137,11 +154,20 @@ class HoldKLController:
         return self.state.to_dict()
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
+        """Continue from :meth:`state_dict`.
+
+        Args:
+            saved: what :meth:`state_dict` returned.
+        """
         self.control = self.control.from_dict({**self.control.to_dict(), "controller": saved})
 
     def save(self, folder: Path, step: int) -> None:
-        """Write the state into the folder of verl's checkpoint."""
+        """Write the state into the folder of verl's checkpoint.
+
+        Args:
+            folder: ``global_step_N`` of verl's checkpoints.
+            step: its number.
+        """
         settings = {"target": self.settings.target, "per": self.settings.per}
         saved = {"klamp": __version__, "global_step": step, **settings, "told": self.told, "state": self.state_dict()}
         with writing(folder / FILE, "resume from the checkpoint before"):
@@ -151,7 +177,12 @@ class HoldKLController:
             aside.replace(folder / FILE)
 
     def load(self, folder: Path, step: int) -> None:
-        """Go on from the state in the folder of verl's checkpoint; where there is none, start anew and say so."""
+        """Go on from the state in the folder of verl's checkpoint; where there is none, start anew and say so.
+
+        Args:
+            folder: ``global_step_N`` of verl's checkpoints.
+            step: its number.
+        """
         file = folder / FILE
         if not file.is_file():
             logger.warning(
