@@ -55,7 +55,7 @@ def methods() -> dict[str, Callable[..., Any]]:
 
 RULES = (klamp.Fixed, klamp.Scheduled, klamp.Ziegler, klamp.Exponential, klamp.Doubling, klamp.Hold)
 PROMISED = dict.fromkeys(RULES, ("init", "update")) | {klamp.HoldState: ("retargeted",)}
-"""Methods whose arguments are described once, by :class:`klamp.Controller` and :class:`klamp.State`."""
+"""Methods whose arguments are described once, by :class:`klamp.Controller` and :class:`klamp.State`, or in one line."""
 METHODS = methods()
 
 
