@@ -54,7 +54,7 @@ def methods() -> dict[str, Callable[..., Any]]:
 
 
 RULES = (klamp.Fixed, klamp.Scheduled, klamp.Ziegler, klamp.Exponential, klamp.Doubling, klamp.Hold)
-PROMISED = dict.fromkeys(RULES, ("init", "update")) | {klamp.HoldState: ("retargeted",)}
+PROMISED = dict.fromkeys(RULES, ("init", "update", "preset")) | {klamp.HoldState: ("retargeted",)}
 """Methods whose arguments are described once, by :class:`klamp.Controller` and :class:`klamp.State`, or in one line."""
 METHODS = methods()
 
