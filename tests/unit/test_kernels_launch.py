@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from klamp.kernels.tiles import Tiles
+from klamp.kernels.chunking import Tiles
 from klamp.kernels.types import Form, RowStats, Scaling, Sheet, Terms, Upstream
 
 pytest.importorskip("triton", reason="the kernels are Triton's")

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from klamp.kernels import chunking
-from klamp.kernels.types import Plan, Scaling, Side, Work
+from klamp.kernels.chunking import Plan
+from klamp.kernels.types import Scaling, Side, Work
 
 GIB = 2**30
 SHAPES = {"8B": (8192, 4096, 128256), "0.5B": (16384, 896, 151936), "135M": (16384, 576, 49152)}

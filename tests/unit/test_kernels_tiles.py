@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from klamp.kernels.autograd import replace
-from klamp.kernels.tiles import Tiles
+from klamp.kernels.chunking import Tiles
 
 
 def tiled(logits: Tensor, hidden: int, width: int) -> tuple[Tiles, Tensor]:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from klamp.errors import KlampError
+from klamp.kernels.chunking import Lead, Tiles
 from klamp.kernels.loss_terms import Asked
-from klamp.kernels.tiles import Tiles
-from klamp.kernels.types import Lead, Logits, Ops, RowStats, Sheet, Side, Terms, Upstream, Work, cut, lowest, sheet
+from klamp.kernels.types import Logits, Ops, RowStats, Sheet, Side, Terms, Upstream, Work, cut, lowest, sheet
 
 # A gradient of up to SPARE bytes is rounded into memory of its own: less than the logits took, which are gone by then.
 # A larger one is rounded where it is, its first NEAR values by way of a copy.

@@ -5,7 +5,14 @@ All of it was chosen by measurement on an H200 (docs/performance.md); nothing is
 
 from __future__ import annotations
 
-from klamp.kernels.types import Lead, Plan, Scaling, Work
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from klamp.kernels.types import Scaling, Work
 
 # Logits of both models and the gradient of the hidden states together, in bytes. Logits alone get at least FLOOR, so
 # that the cost of a token does not depend on how many there are.
@@ -17,6 +24,74 @@ LEAD = 2048
 # Columns a program takes at a time, and such steps in its slice of a loss. Longer slices spread the cost of meeting,
 # until what all programs in flight have read (here 43 MB) no longer waits in the second-level cache to be read again.
 STEP, STEPS = 2048, 5
+
+
+class Lead(NamedTuple):
+    """The first ``rows`` of a head that trains, all at once: their logits lie in the memory of the head's gradient, in
+    blocks of ``width`` columns (:class:`Tiles`); the reference's come ``chunk`` rows at a time.
+    """
+
+    rows: int
+    chunk: int
+    width: int
+
+
+class Plan(NamedTuple):
+    """How many rows are held at a time: ``chunk`` of the reference's logits, ``block`` of the policy's, overwritten by
+    their gradient. ``lead`` comes before them, where there is one."""
+
+    chunk: int
+    block: int
+    lead: Lead | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Rows ``start:stop`` of logits [depth, V]: blocks of ``width`` columns lie one behind the other in ``memory``.
+
+    A block is a contiguous matrix [depth, its columns]; the last one has what is left of the ``padded`` columns, the
+    first ``vocabulary`` of which count.
+
+    The float32 sum of a head's gradient, [V, H], is dead memory until something is summed into it, and as large as
+    bfloat16 logits of 2 H rows. Cut into blocks of the vocabulary, both lie in the same places: a block of logits
+    [2 H, B] where the block's gradient [B, H] is to be. So a block can be used up and overwritten while those behind it
+    are still whole.
+    """
+
+    memory: Tensor
+    depth: int
+    vocabulary: int
+    padded: int
+    width: int
+    start: int
+    stop: int
+
+    @property
+    def count(self) -> int:
+        """Blocks."""
+        return -(-self.padded // self.width)
+
+    @property
+    def last(self) -> int:
+        """Columns of the last block, with padding."""
+        return self.padded - (self.count - 1) * self.width
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.stop - self.start, self.vocabulary
+
+    def __getitem__(self, rows: slice) -> Tiles:
+        """Some of the rows, in the same places."""
+        start, stop, _ = rows.indices(self.stop - self.start)
+        return replace(self, start=self.start + start, stop=self.start + stop)
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Each block's columns and its matrix [rows, columns]."""
+        for left in range(0, self.padded, self.width):
+            columns = slice(left, min(left + self.width, self.vocabulary))
+            own = min(self.width, self.padded - left)
+            block = self.memory[left * self.depth : (left + own) * self.depth].view(self.depth, own)
+            yield columns, block[self.start : self.stop, : columns.stop - left]
 
 
 def plan(work: Work, *, trains_head: bool) -> Plan:

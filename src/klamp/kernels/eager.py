@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from klamp import estimators
-from klamp.kernels.types import Plan, RowStats, Scaling, Sheet, Terms, Upstream, Work
+from klamp.kernels.chunking import Plan
+from klamp.kernels.types import RowStats, Scaling, Sheet, Terms, Upstream, Work
 
 # A chunk's logits should stay in a core's share of the last-level cache between the passes over them, and a chunk
 # should be tall enough for the matrix product to reuse the head: 13 MiB is 68 rows at V = 49,152.

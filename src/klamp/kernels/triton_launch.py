@@ -14,8 +14,7 @@ from torch import Tensor
 
 from klamp.errors import ConfigError
 from klamp.kernels import triton_jacobians, triton_one_pass, triton_statistics
-from klamp.kernels.chunking import plan, rows_at_a_time, scales, slices, width
-from klamp.kernels.tiles import Tiles
+from klamp.kernels.chunking import Tiles, plan, rows_at_a_time, scales, slices, width
 from klamp.kernels.types import Logits, RowStats, Scaling, Sheet, Terms, Upstream
 
 

@@ -33,8 +33,8 @@ DIRECT: tuple[type, ...] = (CompiledKernel,) if triton.__version__.startswith(("
 def _place(z_ptr, row, low, depth, width, last, blocks):
     """Where column 0 of a row of logits would lie, seen from column ``low``, and the column at which its memory ends.
 
-    Logits lie in blocks of ``width`` columns (:class:`~klamp.kernels.tiles.Tiles`), the last one ``last`` wide, or in
-    one block that is all. Made of products and differences only: so the compiler sees that 16 divides all of it.
+    Logits lie in blocks of ``width`` columns (:class:`~klamp.kernels.chunking.Tiles`), the last one ``last`` wide, or
+    in one block that is all. Made of products and differences only: so the compiler sees that 16 divides all of it.
     """
     block = low // width
     left = block * width

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from klamp.errors import ConfigError, require_number
-from klamp.kernels.tiles import Tiles
+from klamp.kernels.chunking import Plan, Tiles
 from klamp.masked import as_mask
 
 Form = Literal["k2", "k3", "weighted_k3", "exact", "sequence_exact"]
@@ -160,25 +160,6 @@ class Terms:
         )
 
 
-class Lead(NamedTuple):
-    """The first ``rows`` of a head that trains, all at once: their logits lie in the memory of the head's gradient, in
-    blocks of ``width`` columns (:class:`~klamp.kernels.tiles.Tiles`); the reference's come ``chunk`` rows at a time.
-    """
-
-    rows: int
-    chunk: int
-    width: int
-
-
-class Plan(NamedTuple):
-    """How many rows are held at a time: ``chunk`` of the reference's logits, ``block`` of the policy's, overwritten by
-    their gradient. ``lead`` comes before them, where there is one."""
-
-    chunk: int
-    block: int
-    lead: Lead | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Sheet:
     """What is found out about n rows, a line each: :class:`RowStats`, their loss, and two lines for a kernel's own use.
@@ -227,7 +208,7 @@ Logits = Tensor | Tiles
 class Ops(Protocol):
     """What the eager and the fused kernels each provide. Logits are [rows, V]; both buffers may be overwritten.
 
-    Only a kernel whose plan has a lead meets :class:`~klamp.kernels.tiles.Tiles` in place of a tensor.
+    Only a kernel whose plan has a lead meets :class:`~klamp.kernels.chunking.Tiles` in place of a tensor.
     """
 
     def plan(self, work: Work, *, trains_head: bool) -> Plan: ...
