@@ -62,8 +62,9 @@ def build(family: str, args: argparse.Namespace) -> Any:
         settings.pop("layer_types"), settings.pop("sliding_window")
     config = AutoConfig.for_model(family, **{k: v for k, v in settings.items() if hasattr(known, k)})
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if args.device == "cuda" else torch.float32)
-    return model.to(args.device).eval()
+    with torch.device(args.device):
+        half = torch.bfloat16 if args.device == "cuda" else torch.float32
+        return AutoModelForCausalLM.from_config(config, dtype=half).eval()
 
 
 @torch.no_grad()

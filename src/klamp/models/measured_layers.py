@@ -4,8 +4,8 @@ On a GPU such a pass waits for Python where the model is small or the sequences 
 peft's have a lot of it. Here a layer is written out in some thirty operations, which round as those of a pass with a
 gradient do: KL between equal policies is 0. Where it would not be the same layer its own forward runs.
 
-The kernels of a narrow model take a few microseconds each, less than Python takes to start them. So a shape that comes
-again and again is captured as a CUDA graph of all layers; others run layer by layer, with the same numbers.
+Kernels of a narrow model, or of a few sequences, take less than Python takes to start them. So a shape of such a pass
+that comes again and again is captured as a CUDA graph of all layers; others run layer by layer, with the same numbers.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from klamp.sampling.decoder_layers import LLAMAS
 from klamp.sampling.fast_modules import NormForward
 
 MAPS = (("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")), ("mlp", ("gate_proj", "up_proj", "down_proj")))
+SMALL = 1 << 25
+"""Numbers in the states of a pass, up to which it is captured: 64 MiB, and a dozen times that is what a graph keeps. An
+8B model's pass over so many takes 200 ms, of which Python has used 20 by then."""
 SEEN = 3
 """Passes of one shape after which it is captured: capturing takes as long as several."""
 KEPT = 8
@@ -40,7 +43,7 @@ class MeasuredLayer:
         """``wide``: rounded as the layers of a wide model are, not as PyTorch's own operations."""
         self.layer, self.own, self.wide = layer, layer.forward, wide
         self.stack: Stack | None = None
-        """All layers of a narrow model."""
+        """All layers of the model."""
 
     def __call__(self, hidden_states: Tensor, **named: Any) -> Tensor:
         turn, cache = named.get("position_embeddings"), named.get("past_key_values")
@@ -48,7 +51,8 @@ class MeasuredLayer:
         if not wanted or cache is not None or turn is None:
             return self.own(hidden_states, **named)  # type: ignore[no-any-return]
         mask = named.get("attention_mask")
-        if self.stack is not None and (found := self.stack(self, hidden_states, turn, mask)) is not None:
+        small = hidden_states.numel() <= SMALL
+        if small and self.stack and (found := self.stack(self, hidden_states, turn, mask)) is not None:
             return found
         maps = self.maps()
         if maps is None:
@@ -236,7 +240,7 @@ def _plain(weight: Tensor) -> bool:
 
 
 def measured_layers(model: nn.Module) -> None:
-    """Decoder layers of a known kind take :class:`MeasuredLayer`; those of a narrow model know each other."""
+    """Decoder layers of a known kind take :class:`MeasuredLayer`."""
     modules: Iterable[Any] = model.modules()
     wide = is_wide(model)
     found: list[MeasuredLayer] = []
@@ -251,7 +255,7 @@ def measured_layers(model: nn.Module) -> None:
         if whole and act in SILU and all(isinstance(n.forward, NormForward) for n in norms):
             layer.forward = MeasuredLayer(layer, wide=wide)
             found.append(layer.forward)
-    if found and len(found) == len(layers) and not wide:
+    if found and len(found) == len(layers):
         stack = Stack(found)
         for each in found:
             each.stack = stack

@@ -55,17 +55,34 @@ class MergedModel:
             if backend(next(self.model.parameters()).device) == "fused":
                 step_layers(self.model, [linear for linear, _ in self.merged])
         self.own = dict(self.model.named_parameters())
+        self.narrow: list[Tensor] = []
+        """Memory for A and B of each layer in the dtype of its weight."""
 
     @torch.no_grad()
     def refresh(self) -> None:
         """``W + alpha/r · B A`` into buffers of its own, or the whole weights where the policy's are in shards."""
         if self.sharded:
             settle(cast(nn.Module, self.policy))  # the policy itself may be a sharded unit
-        for linear, layer in self.merged:
-            _merge(layer, cast(Tensor, linear.weight))
+        self._merge()
         if self.sharded and not self.policy.lora:
             for name, p in self.policy.model.named_parameters():
                 self.own[name].copy_(whole(p))
+
+    def _merge(self) -> None:
+        """The adapters, each rounded once; A and B of all layers are cast by one operation, not by one each."""
+        quick = [(linear, layer) for linear, layer in self.merged if _in_one_product(layer)]
+        matrices = [whole(side[ADAPTER].weight) for _, layer in quick for side in (layer.lora_A, layer.lora_B)]
+        if len(self.narrow) != len(matrices):
+            like = [layer.get_base_layer().weight.dtype for _, layer in quick for _ in range(2)]
+            self.narrow = [torch.empty_like(m, dtype=dtype) for m, dtype in zip(matrices, like, strict=True)]
+        if quick:
+            torch._foreach_copy_(self.narrow, matrices)
+        for (linear, layer), down, up in zip(quick, self.narrow[::2], self.narrow[1::2], strict=True):
+            base, scale = whole(layer.get_base_layer().weight), float(layer.scaling[ADAPTER])
+            torch.addmm(base, up, down, alpha=scale, out=cast(Tensor, linear.weight))
+        for linear, layer in self.merged:
+            if not _in_one_product(layer):
+                cast(Tensor, linear.weight).copy_(_sum(layer))
 
 
 def _plain_copy(base: Any, layers: Iterable[Any]) -> tuple[Any, list[tuple[nn.Module, Any]]]:
@@ -105,17 +122,10 @@ def _merged(layer: Any) -> nn.Module:
     return linear
 
 
-def _merge(layer: Any, into: Tensor) -> None:
-    """``W + alpha/r · B A`` of the trained adapter, rounded once, into ``into``.
-
-    On a GPU in one product of W's dtype, into which the update's own forward pass rounds A and B too.
-    """
-    base = whole(layer.get_base_layer().weight)
-    if base.device.type != "cuda" or base.dtype not in (torch.bfloat16, torch.float16) or layer.fan_in_fan_out:
-        into.copy_(_sum(layer))
-        return
-    down, up = (whole(side[ADAPTER].weight).to(base.dtype) for side in (layer.lora_A, layer.lora_B))
-    torch.addmm(base, up, down, alpha=float(layer.scaling[ADAPTER]), out=into)
+def _in_one_product(layer: Any) -> bool:
+    """Whether an adapter is merged by a product of W's dtype, into which a forward pass rounds A and B too."""
+    base = layer.get_base_layer().weight
+    return base.device.type == "cuda" and base.dtype in (torch.bfloat16, torch.float16) and not layer.fan_in_fan_out
 
 
 def _sum(layer: Any) -> Tensor:
