@@ -18,20 +18,16 @@ OTHER = {"seen_ptr": "*u8", "live_ptr": "*u8", "column_ptr": "*i64", "seed_ptr":
 OTHER |= {"parts_ptr": "*fp32", "token_ptr": "*i64", "logp_ptr": "*fp32"}
 FLOATS = dict.fromkeys(("eps", "shift", "scale", "cap", "sign"), "fp32")
 HEADS = {"GROUPS": 4, "ROWS": 16, "SIZE": 128, "COLUMNS": 64, "STAGES": 3, "WIDTH": 0}
+BARE: dict[str, Any] = {"q_norm_ptr": None, "k_norm_ptr": None}
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("triton_layers", "_norm", {"ONTO": False, "BLOCK": 1024}),
     ("triton_layers", "_norm", {"ONTO": True, "BLOCK": 1024}),
     ("triton_draw", "_race", {"PARTS": 32, "QUARTER": 1024}),
     ("triton_draw", "_finish", {"PARTS": 32, "BLOCK": 32}),
     ("triton_decode", "_gated", {"GELU": True, "BLOCK": 1024}),
-    ("triton_decode", "_place", {"HEADS": 32, "KEYS": 8, "SIZE": 128, "NEXT": 64}),
-    (
-        "triton_decode",
-        "_place",
-        {"HEADS": 32, "KEYS": 8, "SIZE": 128, "NEXT": 0, "q_norm_ptr": None, "k_norm_ptr": None},
-    ),
-    ("triton_decode", "_attend", {**HEADS, "WINDOW": 0, "CAPPED": False, "sinks_ptr": None}),
-    ("triton_decode", "_attend", {**HEADS, "WINDOW": 128, "CAPPED": True}),
+    ("triton_decode", "_attend", {**HEADS, **BARE, "NEXT": 64, "WINDOW": 0, "CAPPED": False, "sinks_ptr": None}),
+    ("triton_decode", "_attend", {**HEADS, **BARE, "NEXT": 0, "WINDOW": 128, "CAPPED": True}),
+    ("triton_decode", "_attend", {**HEADS, "NEXT": 64, "WINDOW": 128, "CAPPED": False, "sinks_ptr": None}),
     ("triton_layers", "_rotate", {"STEPWISE": True, "SIZE": 64, "HEADS": 16}),
     ("triton_layers", "_gated", {"BLOCK": 4096}),
 ]

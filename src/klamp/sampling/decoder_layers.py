@@ -1,9 +1,9 @@
 """A decoder layer's step for one new token a sequence in few kernels: known families, in half precision on a GPU.
 
-    norm · q k v (one product) · rotate, into the cache · attention over its filled part · o + residual
+    norm · q k v (one product) · rotation and attention over the filled part of the cache · o + residual
     norm · gate up (one product) · act(gate) up · down + residual
 
-That is nine kernels, and eleven where attention and feed-forward have a norm behind them too (Gemma); transformers' own
+That is eight kernels, and ten where attention and feed-forward have a norm behind them too (Gemma); transformers' own
 layer takes some thirty. Its forward runs wherever this one would not be the same: more than one token, or a cache of
 another kind. The maps of q, k and v, and of gate and up, share one matrix where they are the sampler's own, so that
 one product reads it. A sliding window is left to the attention kernel, so that all layers take the same mask.
@@ -83,6 +83,7 @@ class LayerForward:
         eps = 0.0 if norms[0] is None else eps_of(norms[0])
         query, key = (None if n is None else n.weight for n in norms)
         self.norms: tuple[Tensor | None, Tensor | None, float, float] = (query, key, eps, self.kind.shift)
+        """Of the heads: weights, eps, and what is added to the weights."""
         self.window = window_of(attention)
         self.cap: float | None = attention.attn_logit_softcapping if self.kind.capped else None
         packs = [Packs([getattr(getattr(layer, a), n) for n in names]) for a, names in PACKED[: 1 + self.dense]]
@@ -137,11 +138,11 @@ class LayerForward:
         from klamp.kernels import triton_decode
 
         layer, attention = self.layer, self.layer.self_attn
-        q, k, v = self.qkv(self._norm(x, layer.input_layernorm))
-        q = triton_decode.place(q, k, v, self.norms, turn, column, cache)
+        qkv = self.qkv(self._norm(x, layer.input_layernorm))
+        rotary = triton_decode.Rotary(*self.norms, *turn)
         sinks: Tensor | None = getattr(attention, "sinks", None)
         found = triton_decode.attend(
-            q, cache, seen, live, column, attention.scaling, window=self.window, cap=self.cap, sinks=sinks
+            qkv, rotary, cache, seen, live, column, attention.scaling, window=self.window, cap=self.cap, sinks=sinks
         )
         return self._added(x, found, attention.o_proj, layer.post_attention_layernorm)
 
