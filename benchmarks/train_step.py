@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import re
 import statistics
 import tempfile
 import time
@@ -169,6 +170,20 @@ def profile(trainer: Trainer, step: int) -> None:
     kernels(lambda: update(trainer, step, rollout))
 
 
+KERNELS = {
+    "LoRA's second products, added to the first": "_badd_",
+    "products with 16 or 32 rows or columns: LoRA's first, and its gradients": r"(nvjet|gemm).*_(8|16|32)x|_\d+x32_",
+    "attention": "sdpa|flash|fmha|_attend",
+    "products": "nvjet|gemm|cutlass|cublas",
+    "norms": "norm",
+    "kernels over the logits": "_row_stats|_jacobians|_combine|_policy|_race|_finish",
+    "silu, rotation, and their gradients": "_gated|_rotate",
+    "copies": "(?i)memcpy|memset|copy",
+    "everything else": "",
+}
+"""Kinds of kernels by what their names hold; the first that fits."""
+
+
 def kernels(work: Callable[[], Any], most: int = 22) -> Any:
     """What ``work`` returns; the kernels that took most of it are printed."""
     from torch.profiler import ProfilerActivity
@@ -186,6 +201,12 @@ def kernels(work: Callable[[], Any], most: int = 22) -> Any:
             row[1] += 1
     total = sum(v[0] for v in rows.values())
     print(f"  kernels: {total:.1f} ms, {sum(v[1] for v in rows.values()):.0f} of them")
+    groups: dict[str, list[float]] = {}
+    for name, (ms, count) in rows.items():
+        group = groups.setdefault(next(g for g, known in KERNELS.items() if re.search(known, name)), [0.0, 0])
+        group[0], group[1] = group[0] + ms, group[1] + count
+    for name, (ms, count) in sorted(groups.items(), key=lambda g: -g[1][0]):
+        print(f"  {ms:9.2f} ms {ms / total:6.1%} {count:7.0f} x  {name}")
     for name, (ms, count) in sorted(rows.items(), key=lambda r: -r[1][0])[:most]:
         print(f"  {ms:9.2f} ms {ms / total:6.1%} {count:7.0f} x {1e3 * ms / count:8.1f} us  {name}", flush=True)
     return found
