@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from typing import Any
 
@@ -174,23 +173,3 @@ def test_a_copy_of_a_lean_model_runs_on_its_own_weights() -> None:
             p.zero_()
     assert float(other(input_ids=ids()).logits.detach().abs().max()) > 0
     assert other.model.norm.forward.norm is other.model.norm
-
-
-def test_matrices_cast_by_one_operation_are_autocasts() -> None:
-    made = adapted(torch.float32)
-    fast_layers.fast_lora(made)
-    layers = fast_modules.lora_layers(made)
-
-    def trained(*, once: bool) -> list[Tensor]:
-        with torch.autocast("cpu", dtype=torch.bfloat16), contextlib.ExitStack() as stack:
-            if once:
-                stack.enter_context(fast_layers.cast_once(layers))
-            return outcome(made)
-
-    usual, ours = trained(once=False), trained(once=True)
-    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(usual, ours, strict=True)), "to the bit"
-    assert usual[1].dtype == torch.float32
-    assert all(layer.forward.narrow is None for layer in layers), "put back"
-    wide = outcome(made)
-    with fast_layers.cast_once(layers):
-        assert all(torch.equal(a, b) for a, b in zip(wide, outcome(made), strict=True)), "only under autocast"

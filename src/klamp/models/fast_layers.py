@@ -39,7 +39,7 @@ class LoraForward:
         """``wide``: on a GPU with gradients written out (:func:`~klamp.kernels.layers.lora_linear`)."""
         self.layer, self.own, self.wide = layer, layer.forward, wide
         self.narrow: tuple[Tensor, Tensor] | None = None
-        """A and B in half precision, while :func:`narrowed` or :func:`cast_once` has them so."""
+        """A and B in half precision, while :func:`narrowed` has them so."""
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         layer = self.layer
@@ -58,8 +58,6 @@ class LoraForward:
         result = functional.linear(x, base.weight, base.bias)
         if not torch.is_autocast_enabled(x.device.type):
             x = x.to(down.dtype)
-        elif self.narrow is not None:
-            down, up = self.narrow
         scaled = torch.add(result, functional.linear(functional.linear(x, down), up), alpha=scale)
         return scaled if scaled.dtype == result.dtype else scaled.to(result.dtype)
 
@@ -114,47 +112,6 @@ def narrowed(layers: Iterable[Any], buffers: dict[int, tuple[Tensor, Tensor]]) -
         QUICK.reset(quick)
         for forward, *_ in found:
             forward.narrow = None
-
-
-@contextlib.contextmanager
-def cast_once(layers: Iterable[Any], dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
-    """A and B of the active adapters in ``dtype`` for a pass with a gradient, which goes back to them as they are.
-
-    Autocast casts each by itself, and each gradient by itself: two operations a matrix, of which a small model has
-    hundreds.
-    """
-    forwards = [f for f in (layer.forward for layer in layers) if isinstance(f, LoraForward)]
-    found = [(f, m[:2]) for f in forwards if not f.layer._disable_adapters and (m := f.matrices()) is not None]
-    cast: tuple[Tensor, ...] = _Cast.apply(dtype, *(w for _, pair in found for w in pair))  # type: ignore[no-untyped-call]
-    for (forward, _), down, up in zip(found, cast[::2], cast[1::2], strict=True):
-        forward.narrow = down, up
-    try:
-        yield
-    finally:
-        for forward, _ in found:
-            forward.narrow = None
-
-
-class _Cast(torch.autograd.Function):
-    """Tensors in another dtype, and their gradients in their own."""
-
-    @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *given: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.own = [t.dtype for t in given]
-        found = [torch.empty_like(t, dtype=dtype) for t in given]
-        if found:
-            torch._foreach_copy_(found, given)
-        return tuple(found)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        pairs = [None if g is None else torch.empty_like(g, dtype=own) for g, own in zip(grads, ctx.own, strict=True)]
-        known = [(to, g) for to, g in zip(pairs, grads, strict=True) if to is not None and g is not None]
-        if known:
-            torch._foreach_copy_([to for to, _ in known], [g for _, g in known])
-        return None, *pairs
 
 
 def in_half(x: Tensor) -> bool:

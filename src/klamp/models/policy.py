@@ -100,7 +100,8 @@ class Policy(nn.Module):
             hidden, last = out.logits[:, before], out.hidden_states[-1][:, before] if values else None
         else:
             fast = part.ids.is_cuda and not self.sharded
-            with self._narrowed(torch.is_grad_enabled()) if fast else contextlib.nullcontext():
+            quick = fast and not torch.is_grad_enabled()
+            with fast_layers.narrowed(self.layers, self.narrow) if quick else contextlib.nullcontext():
                 # On a CPU every sequence is computed whole: sharing prompts saves less there than a fifth of a step.
                 hidden = last = self.states_of(head.backbone, part, share=fast)
         if self.sharded:
@@ -108,16 +109,6 @@ class Policy(nn.Module):
         if not values or self.value is None or last is None:
             return States(hidden)
         return States(hidden, self.value(last.float()).squeeze(-1))
-
-    def _narrowed(self, gradient: bool) -> contextlib.AbstractContextManager[None]:
-        """The adapter's matrices cast for a pass on a GPU, all by one operation."""
-        if not gradient:
-            return fast_layers.narrowed(self.layers, self.narrow)
-        # A wide model's layers cast their own; a layer that is computed again on the way back finds nothing cast.
-        again = getattr(inner_of(self.model), "is_gradient_checkpointing", False)
-        plain = fast_layers.is_wide(self.model) or again or torch.get_autocast_dtype("cuda") != torch.bfloat16
-        cast = torch.is_autocast_enabled("cuda") and not plain
-        return fast_layers.cast_once(self.layers) if cast else contextlib.nullcontext()
 
     def as_reference(self, part: Part) -> ReferenceStates:
         """This model's states as another's reference: with its own head, or as logits."""
