@@ -1,6 +1,6 @@
 """Parts of a layer with their gradients written out: fewer passes over memory, and less of it kept for the way back.
 
-* :func:`lora_linear`: ``x Wᵀ + b + s (x Aᵀ) Bᵀ``, the second product added to the first in place, there and back.
+* :func:`lora_linear`: ``x Wᵀ + b + s (x Aᵀ) Bᵀ``, the first product added to the second in place, there and back.
 * :func:`gated_down`: the same of ``x = silu(gate) · up``, which is computed again on the way back, not kept.
 * :func:`rotated`: rotary positions.
 
@@ -59,10 +59,24 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
+def adapted(x: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor, up: Tensor, scale: float) -> Tensor:
+    """``x Wᵀ + b + s low Bᵀ`` [n, O] of x [n, I] and low [n, r], in one dtype; no gradient.
+
+    The small product comes first: it writes the result, and the large one reads it while it multiplies. The other way
+    round the small one, which has nothing to multiply meanwhile, would read and write it.
+    """
+    if bias is None:
+        result = x.new_empty(len(x), len(weight))
+        torch.addmm(result, low, up.t(), beta=0, alpha=scale, out=result)
+    else:
+        result = torch.addmm(bias, low, up.t(), alpha=scale)
+    return result.addmm_(x, weight.t())
+
+
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float) -> Any:
     """The result [n, O], and ``x Aᵀ`` [n, r] for the way back."""
     low = x @ down.to(x.dtype).t()
-    return functional.linear(x, weight, bias).addmm_(low, up.to(x.dtype).t(), alpha=scale), low
+    return adapted(x, weight, bias, low, up.to(x.dtype), scale), low
 
 
 def _backward(
@@ -71,7 +85,7 @@ def _backward(
     """Gradients of x, A and B from that of the result."""
     weight, down, up, scale = lora
     inner = (grad @ up.to(grad.dtype)).mul_(scale)
-    of_x = (grad @ weight).addmm_(inner, down.to(grad.dtype)) if needs else None
+    of_x = (inner @ down.to(grad.dtype)).addmm_(grad, weight) if needs else None
     of_down = product(inner.t(), x, torch.empty_like(down))
     of_up = product(grad.t(), low, torch.empty_like(up)).mul_(scale)
     return of_x, of_down, of_up

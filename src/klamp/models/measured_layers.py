@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from klamp.kernels.layers import adapted
 from klamp.models.fast_layers import QUICK, SILU, LoraForward, in_half, is_wide
 from klamp.sampling.decoder_layers import LLAMAS
 from klamp.sampling.fast_modules import NormForward
@@ -186,15 +187,22 @@ class CapturedLayers:
         """The kernels of a pass; what it needs was compiled by the passes before."""
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         own = [t.clone(memory_format=torch.contiguous_format) for t in given]
-        graph = torch.cuda.CUDAGraph()
-        # Threads of the endpoint or of a reward may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            found = forward(own[0], (own[1], own[2]), own[3] if len(own) > 3 else None)
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        # By hand, for torch.cuda.graph() gives all free memory back first, and the next step would ask for it anew.
+        with torch.cuda.stream(stream):
+            # Threads of the endpoint or of a reward may use the device meanwhile.
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                found = forward(own[0], (own[1], own[2]), own[3] if len(own) > 3 else None)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
         return Captured(graph, own, found)
 
 
 class Map:
-    """``x Wᵀ + b + s · (x Aᵀ) Bᵀ``, the second product added in place: inside it where the model is wide."""
+    """``x Wᵀ + b + s · (x Aᵀ) Bᵀ``, the sum inside a product where the model is wide."""
 
     __slots__ = ("bias", "down", "scale", "up", "weight", "wide")
 
@@ -208,12 +216,12 @@ class Map:
         yield from (w.data_ptr() for w in (self.weight, self.bias, self.down, self.up) if w is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
-        result = functional.linear(x, self.weight, self.bias)
         if self.down is None or self.up is None:
-            return result
+            return functional.linear(x, self.weight, self.bias)
         low = functional.linear(x, self.down)
         if self.wide:
-            return result.addmm_(low, self.up.t(), alpha=self.scale)
+            return adapted(x, self.weight, self.bias, low, self.up, self.scale)
+        result = functional.linear(x, self.weight, self.bias)
         return result.add_(functional.linear(low, self.up), alpha=self.scale)
 
 
