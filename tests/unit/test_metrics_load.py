@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from klamp.errors import ConfigError
-from klamp.report.view import View, chart_data, make_arm
+from klamp.report.charts import View, chart_data, make_arm
 from klamp.results import records
 from klamp.results.statistics import figures
 from klamp.train.run_folder import RunFolder

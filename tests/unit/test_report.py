@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from klamp.errors import ConfigError
 from klamp.report import html as page_module
 from klamp.report import write_runs
+from klamp.report.charts import LOOKS, View, curve, make_arm
 from klamp.report.html import embed, escape, render, visible
-from klamp.report.view import LOOKS, View, curve, make_arm
 from klamp.results.records import Record, Series
 from klamp.results.statistics import figures
 

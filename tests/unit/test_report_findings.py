@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from klamp.report import html as page_module
+from klamp.report.charts import chart_data, panels
 from klamp.report.html import PARTS, parts, render
-from klamp.report.view import chart_data, panels
 from klamp.report.write import runs_view
 from klamp.results import records
 

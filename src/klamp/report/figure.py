@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from klamp.monitor import BAND
+from klamp.report.charts import FAR, Arm, View, chart_data
 from klamp.report.html import visible
-from klamp.report.view import FAR, Arm, View, chart_data
 
 DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-.", "longdash": (0, (8, 3))}
 PANELS = (("reward", "reward"), ("kl", "KL"), ("beta", "beta"), ("perplexity", "held-out perplexity"))

@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from klamp.monitor import BAND
-from klamp.report.view import SMOOTH, Arm
+from klamp.report.charts import SMOOTH, Arm
 from klamp.results.records import Record
 from klamp.results.statistics import Figures
 from klamp.results.verdict import percent

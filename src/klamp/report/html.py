@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from klamp.report import sections
-from klamp.report.view import View, chart_data, panels, thinned
+from klamp.report.charts import View, chart_data, panels, thinned
 
 NAMED = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
 HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}

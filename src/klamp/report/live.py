@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from klamp.errors import ConfigError
+from klamp.report.charts import View, chart_data
 from klamp.report.html import parts, policy, render
-from klamp.report.view import View, chart_data
 from klamp.report.write import runs_view
 from klamp.results import records
 

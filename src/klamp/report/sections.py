@@ -10,7 +10,7 @@ from typing import Any
 
 from klamp import __version__
 from klamp.monitor import BAND
-from klamp.report.view import Arm, View
+from klamp.report.charts import Arm, View
 from klamp.results.records import MOST_ALARMS, Record
 from klamp.results.verdict import NOTHING, cells
 

@@ -13,8 +13,8 @@ from klamp.experiments import compare, sweep
 from klamp.experiments.compare import named_arm, parse_arms
 from klamp.experiments.folder import SETTINGS, Folder, read_settings
 from klamp.report import figure, findings
+from klamp.report.charts import View, make_arm
 from klamp.report.html import render
-from klamp.report.view import View, make_arm
 from klamp.results import records, verdict
 from klamp.results.records import Record
 from klamp.results.statistics import ORACLE, Comparison
