@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from klamp.errors import ConfigError
-from klamp.kernels import triton_jacobians, triton_one_pass, triton_statistics
+from klamp.kernels import triton_one_pass, triton_statistics
 from klamp.kernels.chunking import Tiles, plan, rows_at_a_time, scales, slices, width
 from klamp.kernels.types import Logits, RowStats, Scaling, Sheet, Terms, Upstream
 
@@ -72,12 +72,12 @@ WARPS, STAGES = 4, 3
 FORM = {None: 0, "k2": 1, "k3": 2, "weighted_k3": 3, "exact": 4, "sequence_exact": 4}
 BLOCK = 4096
 
-_scale = Starter(triton_jacobians._scale, 8)
+_scale = Starter(triton_one_pass._scale, 8)
 _row_stats = Starter(triton_statistics._row_stats, WARPS)
 _row_gradient = Starter(triton_statistics._row_gradient, WARPS)
 _one_pass = Starter(triton_one_pass._one_pass, WARPS)
-_jacobians = Starter(triton_jacobians._jacobians, WARPS)
-_combine_rows = Starter(triton_jacobians._combine_rows, WARPS)
+_jacobians = Starter(triton_one_pass._jacobians, WARPS)
+_combine_rows = Starter(triton_one_pass._combine_rows, WARPS)
 
 
 class Cuts(NamedTuple):
