@@ -1,4 +1,4 @@
-"""A file is at most 400 lines long, a function at most 60; train/ has at most 15 modules."""
+"""A file is at most 400 lines long, a function at most 60; train/ has at most 15 modules; no two have one name."""
 
 from __future__ import annotations
 
@@ -36,3 +36,9 @@ def test_a_function_is_measured_from_its_def_to_its_last_line(lines: int, too_lo
 
 def test_the_room_of_training_is_not_crowded() -> None:
     assert len([p for p in FILES if p.parent.name == "train" and p.name != "__init__.py"]) <= ROOM
+
+
+def test_a_name_stands_for_one_module() -> None:
+    """``batch.py`` in three folders says in none of them what it holds."""
+    names = [path.stem for path in FILES if not path.stem.startswith("__")]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
