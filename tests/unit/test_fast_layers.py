@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from klamp.models import fast_layers
+from klamp.models import fast_layers, measured_layers
 from klamp.sampling import fast_modules
 
 
@@ -173,3 +173,71 @@ def test_a_copy_of_a_lean_model_runs_on_its_own_weights() -> None:
             p.zero_()
     assert float(other(input_ids=ids()).logits.detach().abs().max()) > 0
     assert other.model.norm.forward.norm is other.model.norm
+
+
+def test_the_maps_of_a_measured_layer_are_its_lora_layers() -> None:
+    made = adapted(torch.float32)
+    for name, p in made.named_parameters():
+        if "lora_" not in name:
+            p.data = p.data.bfloat16()
+    fast_layers.fast_lora(made)
+    fast_modules.fast_norms(made)
+    measured_layers.measured_layers(made)
+    layers = fast_modules.lora_layers(made)
+    inner = made.get_base_model().model.layers
+    names = [(where, name) for where, each in measured_layers.MAPS for name in each]
+
+    @torch.no_grad()
+    def same() -> bool:
+        told = []
+        for layer in inner:
+            maps = layer.forward.maps()
+            assert maps is not None
+            for (where, name), found in zip(names, maps, strict=True):
+                module = layer.get_submodule(f"{where}.{name}")
+                x = torch.randn(5, module.in_features, dtype=torch.bfloat16)
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    told.append(torch.equal(module(x), found(x)))
+        return all(told)
+
+    kept: dict[int, tuple[Tensor, Tensor]] = {}
+    with fast_layers.narrowed(layers, kept):
+        assert same()
+        assert inner[0].forward.maps()[0].down is not None
+    assert inner[0].forward.maps() is None, "nothing is cast, so the layer's own forward runs"
+    with torch.no_grad():
+        layers[0].lora_B["default"].weight.mul_(3)
+    with fast_layers.narrowed(layers, kept):
+        assert same(), "cast anew"
+    with fast_layers.adapter(layers, None), fast_layers.narrowed(layers, kept):
+        assert same()
+        assert inner[0].forward.maps()[0].down is None
+    assert not any(layer._disable_adapters for layer in layers)
+    assert all(layer.forward.narrow is None for layer in layers)
+
+
+def test_adapters_merged_by_products_are_the_sums_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from klamp.models.policy import Policy
+    from klamp.sampling import merged_model
+
+    made = adapted(torch.float32)
+    for name, p in made.named_parameters():
+        if "lora_" not in name:
+            p.data = p.data.bfloat16()
+    merged = merged_model.MergedModel(Policy(made, value_head=False, temperature=1.0, lora=True))
+
+    def weights() -> list[Tensor]:
+        merged.refresh()
+        return [linear.weight.detach().float().clone() for linear, _ in merged.merged]
+
+    usual = weights()
+    monkeypatch.setattr(merged_model, "_in_one_product", lambda base: True)  # as on a GPU
+    for _ in range(2):
+        # A and B are rounded to bfloat16 first: 0.4 % of each, of an adapter that is no larger than its weight.
+        assert all(float((a - b).norm() / a.norm()) < 0.01 for a, b in zip(weights(), usual, strict=True))
+        with torch.no_grad():
+            merged.merged[0][1].lora_B["default"].weight.mul_(-1)
+        changed = weights()[0]
+        assert float((changed - usual[0]).norm() / usual[0].norm()) > 0.1, "read anew"
+        with torch.no_grad():
+            merged.merged[0][1].lora_B["default"].weight.mul_(-1)

@@ -33,29 +33,34 @@ QUICK: ContextVar[bool] = ContextVar("QUICK", default=False)
 
 
 class LoraForward:
-    """``x Wᵀ + b + s · (x Aᵀ) Bᵀ`` of a LoRA layer with one plain adapter, or peft's own forward."""
+    """``x Wᵀ + b + s · (x Aᵀ) Bᵀ`` of a LoRA layer with one plain adapter, or peft's own forward.
+
+    Modules and parameters are taken from the dictionaries that hold them: a module's attributes take a microsecond
+    each, and a pass over a small model asks for thousands.
+    """
 
     def __init__(self, layer: Any, *, wide: bool = False) -> None:
         """``wide``: on a GPU with gradients written out (:func:`~klamp.kernels.layers.lora_linear`)."""
         self.layer, self.own, self.wide = layer, layer.forward, wide
-        self.narrow: tuple[Tensor, Tensor] | None = None
-        """A and B in half precision, while :func:`narrowed` has them so."""
+        self.narrow: tuple[Tensor, Tensor, float] | None = None
+        """A and B in half precision, while :func:`narrowed` has them so, and their scale."""
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         layer = self.layer
-        base = layer.base_layer
+        base = layer._modules["base_layer"]
         # The types are looked at in every call: a launcher may have wrapped what was plain when it was made.
         if type(base) is not nn.Linear or args or kwargs or layer.merged_adapters:
             return self.own(x, *args, **kwargs)  # type: ignore[no-any-return]
+        weight, bias = weight_and_bias(base)
         if layer._disable_adapters:
-            return functional.linear(x, base.weight, base.bias)
+            return functional.linear(x, weight, bias)
         found = self.matrices()
         if found is None:
             return self.own(x)  # type: ignore[no-any-return]
         down, up, scale = found
         if self.wide and (lora := self.written_out(x)) is not None:
             return lora_linear(x, lora)
-        result = functional.linear(x, base.weight, base.bias)
+        result = functional.linear(x, weight, bias)
         if not torch.is_autocast_enabled(x.device.type):
             x = x.to(down.dtype)
         scaled = torch.add(result, functional.linear(functional.linear(x, down), up), alpha=scale)
@@ -66,12 +71,11 @@ class LoraForward:
         layer = self.layer
         names = layer._active_adapter
         name = names if isinstance(names, str) else names[0] if len(names) == 1 else ""
-        down, up = layer.lora_A._modules.get(name), layer.lora_B._modules.get(name)
+        down, up = layer._modules["lora_A"]._modules.get(name), layer._modules["lora_B"]._modules.get(name)
         if type(down) is not nn.Linear or type(up) is not nn.Linear or not _plain(layer, name):
             return None
-        if down._parameters["bias"] is not None or up._parameters["bias"] is not None:
-            return None
-        return down.weight, up.weight, layer.scaling[name]
+        (a, first), (b, second) = weight_and_bias(down), weight_and_bias(up)
+        return (a, b, layer.scaling[name]) if first is None and second is None else None
 
     def written_out(self, x: Tensor) -> Lora | None:
         """The matrices where the written-out gradient is the same: under autocast, with a base that does not train."""
@@ -92,26 +96,43 @@ def narrowed(layers: Iterable[Any], buffers: dict[int, tuple[Tensor, Tensor]]) -
 
     ``buffers`` keeps their memory from pass to pass.
     """
-    found = []
-    for layer in layers:
-        forward = layer.forward
-        if isinstance(forward, LoraForward) and not layer._disable_adapters and (m := forward.matrices()) is not None:
-            found.append((forward, m[0], m[1]))
-    for _, down, up in found:
-        if id(down) not in buffers:
-            buffers[id(down)] = torch.empty_like(down, dtype=torch.bfloat16), torch.empty_like(up, dtype=torch.bfloat16)
-    pairs = [(buffers[id(down)], (down, up)) for _, down, up in found]
-    if pairs:
-        torch._foreach_copy_([t for to, _ in pairs for t in to], [t.detach() for _, of in pairs for t in of])
-    for (forward, *_), (to, _) in zip(found, pairs, strict=True):
-        forward.narrow = to
+    found: list[LoraForward] = []
+    given: list[Tensor] = []
+    narrow: list[Tensor] = []
     quick = QUICK.set(True)
     try:
+        for layer in layers:
+            forward = layer.forward
+            active = isinstance(forward, LoraForward) and not layer._disable_adapters
+            if not active or (matrices := forward.matrices()) is None:
+                continue
+            down, up, scale = matrices
+            if id(down) not in buffers:
+                buffers[id(down)] = _half(down), _half(up)
+            pair = buffers[id(down)]
+            forward.narrow = (*pair, scale)
+            found.append(forward)
+            given += (down, up)
+            narrow += pair
+        if found:
+            with torch.no_grad():
+                torch._foreach_copy_(narrow, given)
         yield
     finally:
         QUICK.reset(quick)
-        for forward, *_ in found:
+        for forward in found:
             forward.narrow = None
+
+
+def _half(x: Tensor) -> Tensor:
+    """Memory for a tensor in bfloat16."""
+    return torch.empty_like(x, dtype=torch.bfloat16, requires_grad=False)
+
+
+def weight_and_bias(linear: nn.Module) -> tuple[Any, Any]:
+    """The parameters of a linear map."""
+    held = linear._parameters
+    return held["weight"], held["bias"]
 
 
 def in_half(x: Tensor) -> bool:
@@ -180,7 +201,7 @@ class AttentionForward:
 
 def _plain(layer: Any, name: str) -> bool:
     """Whether an adapter is LoRA and no more: no dropout, no variant such as DoRA."""
-    dropout = layer.lora_dropout._modules.get(name)
+    dropout = layer._modules["lora_dropout"]._modules.get(name)
     return name not in layer.lora_variant and (type(dropout) is nn.Identity or not dropout.training)
 
 
@@ -219,12 +240,12 @@ def adapter(layers: Iterable[Any], name: str | None) -> Iterator[None]:
     peft's own switches walk the whole model for a status report and turn requires_grad on and off on their way, which
     costs more than a forward pass and is not what a sharded model expects.
     """
-    before = [(layer, layer._disable_adapters, layer._active_adapter) for layer in layers]
-    for layer, _, active in before:
-        layer._disable_adapters = name is None
-        layer._active_adapter = active if name is None else [name]
+    # Both are plain attributes; a module's own way of setting one looks through its parameters and modules first.
+    before = [(layer.__dict__, layer._disable_adapters, layer._active_adapter) for layer in layers]
+    for held, _, active in before:
+        held["_disable_adapters"], held["_active_adapter"] = name is None, active if name is None else [name]
     try:
         yield
     finally:
-        for layer, disabled, active in before:
-            layer._disable_adapters, layer._active_adapter = disabled, active
+        for held, disabled, active in before:
+            held["_disable_adapters"], held["_active_adapter"] = disabled, active

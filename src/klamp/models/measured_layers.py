@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from klamp.kernels.layers import adapted
-from klamp.models.fast_layers import QUICK, SILU, LoraForward, in_half, is_wide
+from klamp.models.fast_layers import QUICK, SILU, LoraForward, in_half, is_wide, weight_and_bias
 from klamp.sampling.decoder_layers import LLAMAS
 from klamp.sampling.fast_modules import NormForward
 
@@ -67,7 +67,8 @@ class MeasuredLayer:
 
     def maps(self) -> list[Map] | None:
         """The layer's linear maps in the order of :data:`MAPS`; None where it is not to be written out."""
-        maps = [_map(getattr(getattr(self.layer, where), name), self.wide) for where, names in MAPS for name in names]
+        inner = self.layer._modules
+        maps = [_map(inner[where]._modules[name], self.wide) for where, names in MAPS for name in names]
         known = [m for m in maps if m is not None]
         return known if len(known) == len(maps) and self.layer.self_attn.config._attn_implementation == "sdpa" else None
 
@@ -207,8 +208,8 @@ class Map:
     __slots__ = ("bias", "down", "scale", "up", "weight", "wide")
 
     def __init__(self, base: Any, down: Tensor | None, up: Tensor | None, scale: float, wide: bool) -> None:
-        self.weight, self.bias, self.down, self.up, self.scale = base.weight, base.bias, down, up, scale
-        self.wide = wide
+        self.weight, self.bias = weight_and_bias(base)
+        self.down, self.up, self.scale, self.wide = down, up, scale, wide
 
     def reads(self) -> Iterator[float]:
         """Where the tensors that it reads lie, and its scale."""
@@ -227,22 +228,24 @@ class Map:
 
 def _map(module: Any, wide: bool) -> Map | None:
     """A linear map, with its adapter where that is switched on; None for anything else."""
-    if type(module) is nn.Linear:
-        return Map(module, None, None, 0.0, wide) if _plain(module.weight) else None
-    if not isinstance(module.forward, LoraForward):
+    forward = module.forward
+    adapted = isinstance(forward, LoraForward)
+    base = module._modules["base_layer"] if adapted else module
+    if type(base) is not nn.Linear or not _plain(weight := weight_and_bias(base)[0]):
         return None
-    base = module.base_layer
-    if type(base) is not nn.Linear or not _plain(base.weight) or module.merged_adapters:
+    if not adapted:
+        return Map(base, None, None, 0.0, wide)
+    if module.merged_adapters:
         return None
     if module._disable_adapters:
         return Map(base, None, None, 0.0, wide)
-    found, narrow = module.forward.matrices(), module.forward.narrow
-    if found is None or narrow is None or narrow[0].dtype != base.weight.dtype:
+    if forward.narrow is None or forward.narrow[0].dtype != weight.dtype:
         return None
-    return Map(base, *narrow, found[2], wide)
+    down, up, scale = forward.narrow
+    return Map(base, down, up, scale, wide)
 
 
-def _plain(weight: Tensor) -> bool:
+def _plain(weight: Any) -> bool:
     """Whether a weight is a whole tensor in half precision."""
     return type(weight) in (Tensor, nn.Parameter) and weight.dtype in (torch.bfloat16, torch.float16)
 

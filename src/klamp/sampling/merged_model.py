@@ -55,6 +55,7 @@ class MergedModel:
             if backend(next(self.model.parameters()).device) == "fused":
                 step_layers(self.model, [linear for linear, _ in self.merged])
         self.own = dict(self.model.named_parameters())
+        self.bases: list[nn.Module] = [layer.get_base_layer() for _, layer in self.merged]
         self.narrow: list[Tensor] = []
         """Memory for A and B of each layer in the dtype of its weight."""
 
@@ -70,19 +71,24 @@ class MergedModel:
 
     def _merge(self) -> None:
         """The adapters, each rounded once; A and B of all layers are cast by one operation, not by one each."""
-        quick = [(linear, layer) for linear, layer in self.merged if _in_one_product(layer)]
-        matrices = [whole(side[ADAPTER].weight) for _, layer in quick for side in (layer.lora_A, layer.lora_B)]
+        quick: list[tuple[Tensor, Tensor, float]] = []
+        matrices: list[Tensor] = []
+        for (linear, layer), inner in zip(self.merged, self.bases, strict=True):
+            into, base = cast(Tensor, linear._parameters["weight"]), cast(Tensor, inner._parameters["weight"])
+            if not _in_one_product(base) or layer.fan_in_fan_out:
+                into.copy_(_sum(layer))
+                continue
+            quick.append((into, base, float(layer.scaling[ADAPTER])))
+            # A module's attributes take a microsecond each; the dictionaries behind them take none.
+            sides = (layer._modules[side]._modules[ADAPTER]._parameters["weight"] for side in ("lora_A", "lora_B"))
+            matrices += map(whole, sides)
         if len(self.narrow) != len(matrices):
-            like = [layer.get_base_layer().weight.dtype for _, layer in quick for _ in range(2)]
-            self.narrow = [torch.empty_like(m, dtype=dtype) for m, dtype in zip(matrices, like, strict=True)]
+            dtypes = [base.dtype for _, base, _ in quick for _ in range(2)]
+            self.narrow = [torch.empty_like(m, dtype=dtype) for m, dtype in zip(matrices, dtypes, strict=True)]
         if quick:
             torch._foreach_copy_(self.narrow, matrices)
-        for (linear, layer), down, up in zip(quick, self.narrow[::2], self.narrow[1::2], strict=True):
-            base, scale = whole(layer.get_base_layer().weight), float(layer.scaling[ADAPTER])
-            torch.addmm(base, up, down, alpha=scale, out=cast(Tensor, linear.weight))
-        for linear, layer in self.merged:
-            if not _in_one_product(layer):
-                cast(Tensor, linear.weight).copy_(_sum(layer))
+        for (into, base, scale), down, up in zip(quick, self.narrow[::2], self.narrow[1::2], strict=True):
+            torch.addmm(whole(base), up, down, alpha=scale, out=into)
 
 
 def _plain_copy(base: Any, layers: Iterable[Any]) -> tuple[Any, list[tuple[nn.Module, Any]]]:
@@ -122,10 +128,9 @@ def _merged(layer: Any) -> nn.Module:
     return linear
 
 
-def _in_one_product(layer: Any) -> bool:
+def _in_one_product(base: Tensor) -> bool:
     """Whether an adapter is merged by a product of W's dtype, into which a forward pass rounds A and B too."""
-    base = layer.get_base_layer().weight
-    return base.device.type == "cuda" and base.dtype in (torch.bfloat16, torch.float16) and not layer.fan_in_fan_out
+    return base.is_cuda and base.dtype in (torch.bfloat16, torch.float16)
 
 
 def _sum(layer: Any) -> Tensor:
