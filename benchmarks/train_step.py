@@ -171,7 +171,6 @@ def profile(trainer: Trainer, step: int) -> None:
 
 
 KERNELS = {
-    "LoRA's second products, added to the first": "_badd_",
     "products with 16 or 32 rows or columns: LoRA's first, and its gradients": r"(nvjet|gemm).*_(8|16|32)x|_\d+x32_",
     "attention": "sdpa|flash|fmha|_attend",
     "products": "nvjet|gemm|cutlass|cublas",
