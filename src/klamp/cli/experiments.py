@@ -24,7 +24,7 @@ def compare(
     Args:
         config: What is compared.
         out: Folder of the comparison.
-        jobs: Runs at a time; 0 for one a core, at most four a GPU.
+        jobs: Runs at a time; 0 for one per core, at most four per GPU.
     """
     from klamp.experiments import compare as comparing
     from klamp.report import write_comparison
@@ -67,10 +67,10 @@ def sweep(
         seeds: Seeds of every combination.
         model: A built-in name (tiny, smollm2, smollm2-q4), a folder or a Hub id. None: that of --config, or tiny.
         steps: Steps of every run. None: those of --config, or 20.
-        heldout: Text file for held-out perplexity, one passage a line.
+        heldout: Text file for held-out perplexity, one passage per line.
         out: Folder of the sweep.
         engine: Processes on this machine, or a Ray cluster (pip install 'klamp[ray]').
-        jobs: Runs at a time; 0 for one a core, at most four a GPU.
+        jobs: Runs at a time; 0 for one per core, at most four per GPU.
     """
     from klamp.experiments import sweep as sweeping
     from klamp.report import write_sweep

@@ -50,7 +50,7 @@ def measure(
         other: The model it is compared with. Left out: the base of a run or of an adapter.
         policy: The first model, by name.
         reference: The second model, by name.
-        prompts: JSONL with a "prompt" on each line, or text, one a line. Left out: the run's or the built-in's own.
+        prompts: JSONL with a "prompt" on each line, or text, one per line. Left out: the run's or the built-in's own.
         completions: JSONL with a "completion" for each prompt, in order, instead of sampling.
         out: Folder for measure.json, measure.html and the records. Left out: one under runs/measure.
         max_tokens: Longest completion, in tokens. Left out: the run's, or 64.

@@ -81,7 +81,7 @@ FOREIGN = {
     "ppo_epochs": Foreign("ROLL, trlx, verl", "‹algorithm.epochs›"),
     "num_iterations": Foreign("TRL", "‹algorithm.epochs›"),
     "ppo_mini_batch_size": Foreign(
-        "verl", "‹algorithm.minibatches›", "It counts optimiser steps a pass, not sequences."
+        "verl", "‹algorithm.minibatches›", "It counts optimiser steps per pass, not sequences."
     ),
     "epsilon": Foreign("TRL, ART", "‹algorithm.clip›", "It takes two numbers: how far below 1 and how far above."),
     "epsilon_high": Foreign("TRL, ART", "‹algorithm.clip›", "It takes two numbers: how far below 1 and how far above."),

@@ -127,13 +127,13 @@ class CompareConfig:
     oracle: bool = False
     """Add the best constant beta in hindsight, of seven coarse and seven fine ones."""
     heldout: str | None = None
-    """Text file for held-out perplexity, one passage a line."""
+    """Text file for held-out perplexity, one passage per line."""
     lr: float | None = None
     """Learning rate. None: 1.5e-3 for tiny, 5e-4 for smollm2, 5e-4 · (576 / hidden size)^(3/4) for others."""
     prompts_per_step: int | None = None
-    """Prompts a step. None: 4 for the built-in models, 8 for others."""
+    """Prompts per step. None: 4 for the built-in models, 8 for others."""
     group_size: int | None = None
-    """Completions a prompt. None: 8."""
+    """Completions per prompt. None: 8."""
     max_tokens: int | None = None
     """Longest completion. None: 24 tokens for the built-in models, 128 for others."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -166,7 +166,7 @@ class CompareConfig:
             if not name.startswith("model:"):
                 rewards.resolve(name)
         if self.heldout is not None and not Path(self.heldout).is_file():
-            raise ConfigError(f"--heldout {self.heldout!r} is not a file. Give a text file, one passage a line.")
+            raise ConfigError(f"--heldout {self.heldout!r} is not a file. Give a text file, one passage per line.")
 
     def resolved(self) -> ResolvedComparison:
         """With its usual values written out: left out or spelt out, they are the same comparison."""

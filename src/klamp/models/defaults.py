@@ -21,7 +21,7 @@ class Usual:
     lr: float
     """Learning rate of a LoRA adapter."""
     prompts: int
-    """Prompts a step."""
+    """Prompts per step."""
     group_size: int
     """Completions of each."""
     max_tokens: int

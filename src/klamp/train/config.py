@@ -53,7 +53,7 @@ class RolloutConfig:
     """What is sampled each step."""
 
     prompts: int | None = None
-    """Prompts a step, over all processes. None: 4 for the built-in models, 8 for others."""
+    """Prompts per step, over all processes. None: 4 for the built-in models, 8 for others."""
     group_size: int | None = None
     """Completions of each prompt. None: 8."""
     max_tokens: int | None = None
@@ -83,7 +83,7 @@ class RolloutConfig:
     on_failure: Literal["stop", "skip"] = "stop"
     """vllm: a prompt whose request fails for good stops the run, or is left out of the step and counted."""
     max_gap: float | None = None
-    """Mean |log-prob of the trainer - of the sampler| in nats a token at which the run stops. None: it only alarms."""
+    """Mean |log-prob of the trainer - of the sampler|, in nats per token, that stops the run. None: it only alarms."""
 
     def __post_init__(self) -> None:
         for name in ("prompts", "group_size", "max_tokens"):
@@ -121,7 +121,7 @@ class RewardConfig:
     functions: tuple[str, ...] = ("vader",)
     """vader, length:N, regex:PATTERN, match:COLUMN, model:NAME, or your own module:function."""
     weights: tuple[float, ...] = ()
-    """One weight a function; empty: 1 each."""
+    """One weight per function; empty: 1 each."""
     on_error: Literal["stop", "mask"] = "stop"
     """A reward that raises or is NaN stops the run, or masks its samples and is counted."""
     timeout: float | None = None
@@ -151,7 +151,7 @@ class AlgorithmConfig:
     epochs: int = 1
     """Passes over each batch."""
     minibatches: int = 1
-    """Optimiser steps a pass."""
+    """Optimiser steps per pass."""
     clip: tuple[float, float] = (0.2, 0.2)
     """How far below and above 1 the ratio counts."""
     loss: Literal["ppo", "cispo"] = "ppo"
@@ -196,7 +196,7 @@ class OptimConfig:
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm; 0: not at all."""
     micro_batch: int = 0
-    """Sequences a forward pass; 0: the whole share at once. It changes memory, not the result."""
+    """Sequences per forward pass; 0: the whole share at once. It changes memory, not the result."""
     checkpointing: bool = False
     """Keep the states between layers only and compute the rest again for the gradient: less memory, more time."""
     on_nonfinite: Literal["skip", "stop"] = "skip"
@@ -232,7 +232,7 @@ class TrainConfig:
     """The policy: a folder, a Hub id, or a built-in name (tiny, smollm2, smollm2-q4)."""
     prompts: str | None = None
     """JSONL with a "prompt" on each line, text or a list of messages (other columns go to the rewards), or plain text,
-    one prompt a line. None: the built-in model's own."""
+    one prompt per line. None: the built-in model's own."""
     run: str = "runs/train"
     """Folder of the run: config.yaml, metrics.jsonl, samples.jsonl, checkpoints/."""
     steps: int | None = None
