@@ -20,7 +20,7 @@ import pytest
 from nursery import Child, Nursery, count
 
 from klamp.experiments.folder import Folder
-from klamp.references.folders import folder_of, saved_steps
+from klamp.references.spec import folder_of, saved_steps
 from klamp.train.run_folder import RunFolder, damage, read_jsonl
 from unbroken import assert_same, left_by, rows, timeless
 

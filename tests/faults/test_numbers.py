@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from klamp.errors import CheckpointError, PreflightError, RewardError, TrainingError
-from klamp.references.folders import saved_steps
+from klamp.references.spec import saved_steps
 from klamp.sampling.rollout import collate
 from klamp.train import checkpoint
 from klamp.train.config import RewardConfig

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from nursery import Child, Nursery
 
-from klamp.references.folders import folder_of, saved_steps
+from klamp.references.spec import folder_of, saved_steps
 from klamp.train.config import RewardConfig
 from klamp.train.run_folder import damage, read_jsonl
 from unbroken import assert_same, left_by

@@ -18,7 +18,8 @@ from klamp import models
 from klamp.errors import ConfigError, KlampError
 from klamp.measure.pair import load_pair
 from klamp.models import fetch
-from klamp.references.folders import check_folder, folder_of
+from klamp.models.lora import check_folder
+from klamp.references.spec import folder_of
 from klamp.train import checkpoint, rewards
 from klamp.train.run_folder import _hash
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from klamp.distributed import digest
 from klamp.errors import CheckpointError, ConfigError, ReferencePolicyError
 from klamp.models import load_model
-from klamp.references.folders import folder_of, saved_steps
+from klamp.references.spec import folder_of, saved_steps
 from klamp.train import checkpoint
 from klamp.train.run_folder import damage
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from klamp.models import load_model
-from klamp.references.folders import saved_steps
+from klamp.references.spec import saved_steps
 from klamp.references.states import REFERENCE, SecondModel
 from klamp.train.loop import Trainer
 

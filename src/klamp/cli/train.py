@@ -34,7 +34,7 @@ def train(args: list[str]) -> None:
     text = inspect.cleandoc(train.__doc__ or "")
     with flags_named(TrainConfig):
         config = parsed(TrainConfig, rest, default=default, prog="klamp train", description=text)
-        from klamp.references.folders import saved_steps
+        from klamp.references.spec import saved_steps
         from klamp.train.loop import train_policy
 
         saved = saved_steps(Path(config.run)) if config.resume and not config.skip_damaged else []
@@ -110,7 +110,7 @@ def _stops_told(run: str) -> Iterator[None]:
 
 
 def _stopped(run: str) -> str:
-    from klamp.references.folders import folder_of, saved_steps
+    from klamp.references.spec import folder_of, saved_steps
     from klamp.train.run_folder import RunFolder
 
     last, saved = RunFolder(run).last_step(), max(saved_steps(Path(run)), default=0)

@@ -31,7 +31,7 @@ from klamp.local_backend.open_models import OpenModel
 from klamp.local_backend.trajectories import Choice
 from klamp.local_backend.worker import TrainResult
 from klamp.references import ReferenceSpec
-from klamp.references.folders import saved_steps
+from klamp.references.spec import saved_steps
 
 if TYPE_CHECKING:
     from klamp.local_backend.open_models import Endpoint

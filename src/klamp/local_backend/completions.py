@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from klamp.errors import ConfigError
 from klamp.local_backend.trajectories import Choice, Message
-from klamp.references.folders import folder_of
+from klamp.references.spec import folder_of
 from klamp.sampling import vllm_server
 from klamp.sampling.merged_model import ADAPTER, MergedModel
 from klamp.sampling.sampler import Sampler

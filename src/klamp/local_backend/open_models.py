@@ -16,7 +16,7 @@ from klamp.local_backend.arguments import Place
 from klamp.local_backend.completions import Request
 from klamp.local_backend.trajectories import Choice
 from klamp.local_backend.worker import Worker
-from klamp.references.folders import saved_steps
+from klamp.references.spec import saved_steps
 from klamp.serve import engine
 from klamp.serve.engine import Engine, Limits, Model, split_step
 from klamp.train.config import LoraConfig

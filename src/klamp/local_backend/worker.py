@@ -26,7 +26,7 @@ from klamp.local_backend.completions import Completions
 from klamp.local_backend.training_batch import Batch
 from klamp.monitor import Alarm
 from klamp.references import AdapterPath, Base, Ema, Periodic, ReferenceSpec, StepLag, parse, states
-from klamp.references.folders import folder_of, saved_steps
+from klamp.references.spec import folder_of, saved_steps
 from klamp.sampling.sampler import context_of, end_ids
 from klamp.train import checkpoint
 from klamp.train.config import ResolvedConfig, TrainConfig

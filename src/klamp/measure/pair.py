@@ -20,8 +20,9 @@ from klamp.chat import Prompt
 from klamp.config_io import from_yaml
 from klamp.errors import ConfigError, shown
 from klamp.kernels import head_of
+from klamp.models.lora import check_folder, is_plain, load_adapted
 from klamp.models.policy import Policy, ReferenceStates
-from klamp.references.folders import check_folder, folder_of, is_plain, load_adapted, saved_steps
+from klamp.references.spec import folder_of, saved_steps
 from klamp.sampling.merged_model import ADAPTER
 from klamp.sampling.rollout import Part
 from klamp.train import data
@@ -223,7 +224,7 @@ def _base(policy: str, run: TrainConfig | None) -> str:
     if run is not None:
         return run.model
     if models.is_adapter(policy):
-        from klamp.references.folders import check_folder
+        from klamp.models.lora import check_folder
 
         base = check_folder(Path(policy), f"adapter {policy!r}").get("base_model_name_or_path")
         if base:

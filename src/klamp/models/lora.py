@@ -1,12 +1,18 @@
-"""LoRA adapters: which layers get one, and what stays as it is."""
+"""LoRA adapters: which layers get one, and those in a folder.
+
+A folder is looked at before anything in it is loaded: safetensors, LoRA, the right base.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from klamp.errors import ConfigError
+from klamp.errors import ConfigError, shown
 from klamp.sampling.merged_model import ADAPTER
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
@@ -76,3 +82,79 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float, targets: str) -> nn.M
         return get_peft_model(model, settings, adapter_name=ADAPTER)
     except ValueError as error:
         raise ConfigError(f"‹lora.targets› {targets!r} does not fit this model: {error}") from None
+
+
+def check_folder(folder: Path, what: str = "kl.reference") -> dict[str, Any]:
+    """The adapter's configuration; refuses a folder that is not there, naming those beside it, or is not safe."""
+    try:
+        there = folder.is_dir()
+    except (OSError, ValueError):  # a name too long, or with a NUL in it
+        there = False
+    if not there:
+        raise ConfigError(f"{what}: there is no folder {shown(str(folder))}.{_beside(folder)}")
+    if not (folder / "adapter_config.json").is_file():
+        raise ConfigError(f"{what}: no adapter in {str(folder)!r} (adapter_config.json is missing).")
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise ConfigError(f"{what}: {str(folder)!r} has no adapter_model.safetensors; pickled ones are refused.")
+    try:
+        found = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{what}: adapter_config.json of {str(folder)!r} cannot be read: {error}.") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{what}: adapter_config.json of {str(folder)!r} must hold an object.")
+    if found.get("peft_type") != "LORA":
+        raise ConfigError(f"{what}: {str(folder)!r} is a {shown(found.get('peft_type'))} adapter; klamp loads LORA.")
+    if found.get("megatron_config"):  # peft would import whatever module megatron_core names
+        raise ConfigError(f"{what}: {str(folder)!r} asks for code of its own (megatron_config): refused.")
+    return found
+
+
+UNPLAIN = (
+    "use_dora",
+    "lora_bias",
+    "layer_replication",
+    "trainable_token_indices",
+    "target_parameters",
+    "alora_invocation_tokens",
+)
+"""Settings by which an adapter is more than two matrices a layer."""
+BASE_UNTOUCHED = (True, False, "gaussian", "orthogonal", "eva")
+"""Ways to start an adapter that leave the base's weights as they are; PiSSA, OLoRA, CorDA and LoftQ change them."""
+
+
+def is_plain(found: Mapping[str, Any]) -> bool:
+    """Whether an adapter is LoRA matrices and nothing besides, so that switching it off leaves the base itself.
+
+    A bias that was trained along, replicated layers or a start that changes the base stay when the adapter is off.
+    """
+    plain = found.get("bias", "none") == "none" and found.get("init_lora_weights", True) in BASE_UNTOUCHED
+    return plain and not any(found.get(name) for name in UNPLAIN)
+
+
+def load_adapted(model: Any, folder: Path, name: str = ADAPTER) -> Any:
+    """``model`` with the adapter in ``folder`` on it, as peft loads it; an adapter of another base is refused."""
+    from peft import PeftModel
+
+    try:
+        return PeftModel.from_pretrained(model, str(folder), adapter_name=name, is_trainable=False).eval()
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, OSError) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"adapter {str(folder)!r} was not made for this base model: {first}") from None
+
+
+def check_adapter(folder: Path, model: Any) -> None:
+    """:func:`check_folder`, and refuse an adapter that was made for another base."""
+    base = check_folder(folder).get("base_model_name_or_path")
+    own = model.peft_config[ADAPTER].base_model_name_or_path
+    if base and own and Path(str(base)).name != Path(own).name:
+        raise ConfigError(
+            f"‹kl.reference›: the adapter in {str(folder)!r} was made for {base!r}, the policy is {own!r}."
+        )
+
+
+def _beside(folder: Path) -> str:
+    try:
+        beside = sorted(p.parent.name for p in folder.parent.glob("*/adapter_config.json"))
+    except (OSError, ValueError):
+        return ""
+    return f" Adapters in {str(folder.parent)!r}: {', '.join(beside)}." if beside else ""

@@ -1,12 +1,13 @@
 """What the policy is held to, as one typed value: ``reference=CheckpointStep(40)``, not four flags.
 
-A reference has a short text (``step:40``) for the command line, YAML and checkpoints; :func:`parse` reads it. How a
-reference is computed is the business of :mod:`klamp.references.states`.
+A reference has a short text (``step:40``) for the command line, YAML and checkpoints; :func:`parse` reads it. The saved
+steps of a run lie where :func:`folder_of` says. How a reference is computed is in :mod:`klamp.references.states`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from klamp.errors import ConfigError, require_number, unknown
 
@@ -141,3 +142,29 @@ def _number(text: str, value: str) -> float:
     except ValueError:
         raise ConfigError(f"‹reference› {text!r} needs a number after the colon, got {value!r}.") from None
     return require_number("reference", number, at_least=0, way_out="Steps and decays are not negative.")
+
+
+def folder_of(run: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return run / "checkpoints" / f"step-{step:06d}"
+
+
+def step_folder(run: Path, step: int) -> Path:
+    """The checkpoint folder of a step, or the error that lists those there are."""
+    folder = folder_of(run, step)
+    if not folder.is_dir():
+        there = ", ".join(str(s) for s in saved_steps(run)) or "none"
+        raise ConfigError(f"‹kl.reference› step:{step} is not saved in {str(run)!r}. Saved steps: {there}.")
+    return folder
+
+
+def saved_steps(run: Path) -> list[int]:
+    """Steps with a checkpoint folder, oldest first."""
+    folders = (run / "checkpoints").glob("step-*") if (run / "checkpoints").is_dir() else []
+    return sorted(int(f.name[5:]) for f in folders if f.name[5:].isdigit())
+
+
+def newest_before(run: Path, step: int) -> Path | None:
+    """The newest checkpoint at or before ``step``; None when that is the base."""
+    found = [s for s in saved_steps(run) if 0 < s <= step]
+    return folder_of(run, found[-1]) if found else None

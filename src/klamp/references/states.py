@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from klamp.distributed import digest, put, settle
 from klamp.errors import ConfigError
 from klamp.kernels import head_of
+from klamp.models.lora import check_adapter, check_folder, is_plain, load_adapted
 from klamp.models.policy import Policy, ReferenceStates
 from klamp.references import AdapterPath, Base, CheckpointStep, Ema, FrozenModel, Periodic, ReferenceSpec, StepLag
-from klamp.references.folders import check_adapter, check_folder, is_plain, load_adapted, newest_before, step_folder
+from klamp.references.spec import newest_before, step_folder
 from klamp.sampling.merged_model import ADAPTER
 from klamp.sampling.rollout import Part
 

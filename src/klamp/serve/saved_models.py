@@ -11,7 +11,7 @@ from typing import Any
 from klamp import models
 from klamp.chat import Encoder
 from klamp.errors import ConfigError, NoSuchModel
-from klamp.references.folders import saved_steps
+from klamp.references.spec import saved_steps
 from klamp.sampling.families import check_sampled
 from klamp.sampling.sampler import context_of, end_ids
 from klamp.serve.engine import STEPS_IN_MEMORY, Engine, Limits, Model, Request, split_step

@@ -27,7 +27,7 @@ from klamp.distributed import digest, gathered, put, whole
 from klamp.errors import CheckpointError, ConfigError, KlampError, ReferencePolicyError, shown, writing
 from klamp.models.optimizer import moments, restore_moments
 from klamp.references import CheckpointStep, StepLag, parse
-from klamp.references.folders import folder_of, saved_steps
+from klamp.references.spec import folder_of, saved_steps
 from klamp.sampling.merged_model import ADAPTER
 from klamp.train import data
 from klamp.train.config import ResolvedConfig
