@@ -6,7 +6,8 @@
 In band: per cent of 1500 steps on the ensemble and its corners, told nothing. The other columns have a price that was
 told; their plants are those of ``tests/unit/test_hold.py``. Random walk: gradient noise moves KL, and the price that
 holds it rises. Swings: batches push a fast plant about. Sudden: no signal for 60 steps, then all of it. Low: the price
-over its feed-forward after 240 readings of a fifteenth of the target.
+over its feed-forward after 240 readings of a fifteenth of the target. tiny and SmolLM2: plants fitted to recorded runs
+(``plants/fitted.py``), lowest and highest KL of the last third over the rewards, and the highest reading.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import test_hold as plants_of_tests
 from controllers import held
 from klamp.controllers import hold as law
 from klamp.controllers.hold import Hold, HoldState
-from plants import ensemble
+from plants import ensemble, fitted
 
 FIRST = "FIRST_RATE"
 ROWS: dict[str, dict[str, float]] = {
@@ -38,7 +39,8 @@ ROWS: dict[str, dict[str, float]] = {
     "WALK: none (0.01)": {"WALK": 0.01},
     "WALK: all noise (1)": {"WALK": 1.0},
     "MOMENTUM: none (0.99)": {"MOMENTUM": 0.99},
-    "DRIFT 0.1": {"DRIFT": 0.1},
+    "DRIFT 0.03": {"DRIFT": 0.03},
+    "FASTEST 0.2": {"FASTEST": 0.2},
     "NOISE 0.3": {"NOISE": 0.3},
     "FASTEST: no bound": {"FASTEST": 9.0},
     "EARLY: none": {"EARLY": 0.0},
@@ -91,17 +93,27 @@ def told() -> list[str]:
     return [f"{late:.2f}", f"{highest:.2f}", f"{max(map(max, sudden)):.2f}", f"{state.beta / start.beta:.2f}"]
 
 
+def recorded() -> list[str]:
+    """Late KL over the rewards, and the highest reading, on plants fitted to runs on tiny and on SmolLM2."""
+    cells = []
+    for rewards in (fitted.TINY, fitted.SMOLLM2):
+        found = [fitted.run(plant) for plant in rewards.values()]
+        late = [result.late for result in found]
+        cells.append(f"{min(late):.2f} to {max(late):.2f}, {max(result.highest for result in found):.2f}")
+    return cells
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plants", type=int, default=60, help="of the ensemble; half as many in each corner")
     given = parser.parse_args()
     heads = ("", "ensemble / " + " / ".join(ensemble.CORNERS), "random walk, late KL", "swings, highest KL")
-    print("| " + " | ".join((*heads, "sudden, highest KL", "low, price")) + " |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print("| " + " | ".join((*heads, "sudden, highest KL", "low, price", "tiny", "SmolLM2")) + " |")
+    print("|" + " --- |" * 8)
     for name, constants in ROWS.items():
         with changed(constants):
             shares = " / ".join(f"{share:.1f}" for share in in_band(given.plants))
-            print("| " + " | ".join((name, shares, *told())) + " |", flush=True)
+            print("| " + " | ".join((name, shares, *told(), *recorded())) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -268,6 +268,19 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> object:
     return controllers
 
 
+def test_on_plants_fitted_to_recorded_runs_the_price_alone_brings_kl_near_the_target(bench) -> None:  # type: ignore[no-untyped-def]
+    from plants import fitted
+
+    for name, plant in fitted.SMOLLM2.items():
+        found = fitted.run(plant)
+        assert found.late == pytest.approx(1, abs=0.2), name
+        assert found.highest < 1.5, name
+    for name, plant in fitted.TINY.items():  # their price has to rise by 1.2 to 2.5 within the run, and lags behind
+        found = fitted.run(plant)
+        assert 1 < found.late < 1.4, name
+        assert found.highest < 1.6, name
+
+
 @pytest.mark.slow
 def test_ahead_of_every_usual_rival_and_not_far_behind_tuned_ones_on_the_ensemble_and_in_its_corners(bench) -> None:  # type: ignore[no-untyped-def]
     plants = bench.ensemble.draw(31337, 40)
@@ -352,7 +365,7 @@ def test_the_price_is_in_units_of_the_spread(scale: float) -> None:
 def test_a_spread_that_grows_carries_the_price_along_within_the_steps_that_adam_averages() -> None:
     _, betas = drive(driven(0.03, RHO, lambda t: 0.2 if t < 40 else 1.0), 70, first=0.2)
     # 40 and 20 steps of a plant whose own time is 33: the price is on its way, and the spread is a running mean.
-    assert betas[39] == pytest.approx(0.2 * RHO, rel=0.2)
+    assert betas[39] == pytest.approx(0.2 * RHO, rel=0.25)
     assert betas[60] == pytest.approx(RHO, rel=0.25), "a price fixed in absolute terms would be five times too low"
 
 

@@ -32,13 +32,13 @@ FIRST_RATE = 0.05  # a climb to the target in 20 steps; real ones take 3 to 80
 WALK = 0.15  # share of gradient noise in the climb at the target; by noise alone KL, not x, grows evenly: a random walk
 MOMENTUM = 0.28  # share of a step's own push in the pace: delays of 1 to 5 steps and Adam's ten, met in the middle
 # The observer.
-DRIFT, NOISE = 0.03, 0.07  # of rho* in a step; of a reading of x. Their ratio is the gain of a steady Kalman filter
-FASTEST = 0.2  # bandwidth a step: faster, it follows the swings that momentum makes and amplifies them
+DRIFT, NOISE = 0.1, 0.07  # of rho* in a step; of a reading of x. Their ratio is the gain of a steady Kalman filter
+FASTEST = 0.25  # bandwidth a step: faster, it follows the swings that momentum makes and amplifies them
 EARLY = 1.5  # at the n-th reading the bandwidth is at least EARLY / n: first readings count in full
 SURPRISE = 0.5  # of log x: the most that one reading says
 TOLD = 4.0  # so much rather a surprise is put down to the pace than to a price that was told; if not told, a quarter
 # The price.
-DAMPING = 1.0  # least exponent of x in a told price; x is judged as far ahead as momentum reaches: swings are met early
+DAMPING = 2.0  # least exponent of x in a told price: as KL itself. x is judged as far ahead as momentum reaches
 PATIENCE = 24.0  # steps in which slower plants are brought to the target: the exponent grows with the steps they take,
 BOLDEST = 6.0  # up to this, which is also the factor below rho* that a price nobody told may go to
 
