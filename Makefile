@@ -24,7 +24,7 @@ WORKERS ?= logical
 PYTEST = -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile
 LOWEST := .venv-lowest
 
-.PHONY: setup compare test test-all test-slow test-lowest test-verl test-vllm test-art faults lint format audit docs build clean
+.PHONY: setup compare test test-all test-slow test-lowest test-verl test-vllm test-art test-adamw8bit faults lint format audit docs build clean
 
 setup: $(STAMP)
 
@@ -71,6 +71,13 @@ $(VERL)/.installed: pyproject.toml constraints.txt tests/with_verl/requirements.
 test-verl:
 	@$(MAKE) --no-print-directory $(VERL)/.installed || { echo 'test-verl skipped: verl 0.9.1 cannot be installed here'; exit 0; }; \
 	timeout 600 $(VERL)/bin/python -m pytest -o filterwarnings=ignore tests/with_verl
+
+# peft imports torchao where it is installed, so it lies in a folder beside the environment that everything else is tested in.
+TORCHAO := .torchao
+test-adamw8bit: $(STAMP)
+	@test -d $(TORCHAO) || $(BIN)/python -m pip install --quiet --no-deps --target $(TORCHAO) torchao==0.18.0 || \
+	{ echo 'test-adamw8bit skipped: torchao cannot be installed here'; exit 0; }; \
+	PYTHONPATH=$(TORCHAO) timeout 300 $(BIN)/python -m pytest -o filterwarnings=ignore tests/unit/test_train_optimizer.py
 
 VLLM := .venv-vllm
 test-vllm: $(STAMP)
@@ -127,4 +134,4 @@ build: $(STAMP)
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
 
 clean:
-	rm -rf $(VENV) $(VERL) $(VLLM) .venv-art-* $(LOWEST) $(DOCS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TORCHAO) $(VERL) $(VLLM) .venv-art-* $(LOWEST) $(DOCS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
