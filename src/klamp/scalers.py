@@ -37,7 +37,8 @@ def weights_scaler(model: nn.Module, origin: Mapping[str, Tensor]) -> Scaler:
     the step (:func:`snapshot`) it backtracks the step. ``s = 1`` changes no bit and ``s = 0`` restores the origin to
     the bit; in between the arithmetic is float32 or wider. The displacement of a bfloat16 weight is often a few units
     in its last place, of which a factor near 1 would leave all or none: such weights are rounded up or down at random,
-    so that the displacement is right on the mean. The same ``s`` rounds alike, on every process.
+    so that the displacement is right on the mean, also after several factors. The same calls on the same weights round
+    alike, on every process.
 
     Args:
         model: the model being trained.
@@ -61,12 +62,14 @@ def weights_scaler(model: nn.Module, origin: Mapping[str, Tensor]) -> Scaler:
                 "Origin and model must be the same architecture."
             )
 
+    calls = itertools.count()
+
     @torch.no_grad()
     def scale(s: float) -> None:
-        s = _check_factor(s)
-        for _, p, start in pairs:
+        s, call = _check_factor(s), next(calls)
+        for place, (_, p, start) in enumerate(pairs):
             if start is not None and s != 1.0:
-                _interpolate(p, start, s)
+                _interpolate(p, start, s, (call, place))
 
     return scale
 
@@ -75,17 +78,19 @@ CHUNK = 1 << 26
 """Numbers of a bfloat16 tensor that are scaled at a time: a quarter of a GiB in float32."""
 
 
-def _interpolate(p: Tensor, start: Tensor, s: float) -> None:
-    """``p <- start + s (p - start)``; exactly ``start`` at 0."""
+def _interpolate(p: Tensor, start: Tensor, s: float, draw: tuple[int, int]) -> None:
+    """``p <- start + s (p - start)``; exactly ``start`` at 0. Each ``draw`` rounds in its own way."""
     start = start.to(p.device)
     if s == 0.0:
         p.copy_(start)
         return
     if type(p.data) is Tensor and p.dtype == torch.bfloat16 and p.dim():
         rows = max(1, CHUNK * len(p) // max(p.numel(), 1))
-        generator = torch.Generator(p.device).manual_seed(hash(s) & (1 << 63) - 1)
+        # By the weights too: a weight that one halving rounded up is not rounded up by the next, or in the next step.
+        seed = hash((s, *draw, int(p.detach().view(torch.int16).sum())))
+        generator = torch.Generator(p.device).manual_seed(seed & (1 << 63) - 1)
         for part, begin in zip(torch.split(p, rows), torch.split(start, rows), strict=True):
-            exact = begin.float()
+            exact = begin.to(torch.float32, copy=True)  # an origin in float32 stays as it is
             part.copy_(_rounded(exact.add_(part.float().sub_(exact), alpha=s), generator))
         return
     wide = torch.promote_types(p.dtype, torch.float32)

@@ -198,6 +198,43 @@ def test_a_bfloat16_displacement_of_one_last_place_is_scaled_on_the_mean(monkeyp
     assert set(ends[0].flatten().tolist()) == {1.0, 1.0 + 2**-7}
 
 
+def test_bfloat16_halved_again_and_again_is_right_on_the_mean_in_every_tensor_and_step() -> None:
+    model = nn.ModuleList(nn.Linear(256, 256, bias=False).bfloat16() for _ in range(2))
+    unit = 2**-7
+
+    def fill(value: float) -> None:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(value)
+
+    fill(1.0)
+    origin = snapshot(model)
+    fill(1.0 + unit)
+    scale = weights_scaler(model, origin)
+    for left in (0.5, 0.25, 0.125):
+        scale(0.5)
+        one, two = ((p.float() - 1) / unit for p in model.parameters())
+        # 65536 weights, each left with that probability: a deviation of 0.002. Rounded alike, all would stay at 0.5.
+        assert one.mean().item() == pytest.approx(left, abs=0.01)
+        assert (one * two).mean().item() == pytest.approx(left * left, abs=0.01), "tensors round independently"
+    ends = []
+    for grown in (1.0 + unit, 1.0 + 3 * unit):  # half a unit more after each step
+        fill(grown)
+        weights_scaler(model, origin)(0.5)
+        ends.append(model[0].weight.float() - (grown - unit - 1) / 2 > 1)
+    assert (ends[0] & ends[1]).float().mean().item() == pytest.approx(0.25, abs=0.01), "steps round independently"
+
+
+def test_an_origin_in_float32_stays_as_it_is_under_a_bfloat16_model() -> None:
+    model, reference = nn.Linear(8, 8).bfloat16(), nn.Linear(8, 8)
+    kept = snapshot(reference)
+    scale = weights_scaler(model, dict(reference.named_parameters()))
+    scale(0.5)
+    assert all(torch.equal(p, kept[n]) for n, p in reference.named_parameters())
+    scale(0.0)
+    assert all(torch.equal(p, kept[n].bfloat16()) for n, p in model.named_parameters())
+
+
 def test_weights_refuse_an_origin_of_another_model() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="snapshot"):
