@@ -15,7 +15,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from klamp.models import fast_layers, measured_layers
 from klamp.models.measured_layers import SEEN, Captured, CapturedLayers, Stack
@@ -55,15 +55,35 @@ def captured(self: CapturedLayers, forward: Any, given: list[Tensor]) -> Capture
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Any:
     """bfloat16 with a LoRA adapter in float32, written out as on a GPU."""
+    stand_in(monkeypatch)
+    return made_of(LlamaForCausalLM(LlamaConfig(**SIZES)))
+
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "vocab_size": 32,
+    "head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "attn_implementation": "sdpa",
+}
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's operations for those of a GPU."""
     triton_layers = pytest.importorskip("klamp.kernels.triton_layers")
     monkeypatch.setattr(triton_layers, "rotate", rotate)
     monkeypatch.setattr(measured_layers, "in_half", lambda x: x.dtype == torch.bfloat16)
     monkeypatch.setattr(CapturedLayers, "_capture", captured)
     monkeypatch.setattr(Replay, "made", 0)
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 32}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.3}
-    made = LlamaForCausalLM(LlamaConfig(**sizes, **heads, attn_implementation="sdpa")).bfloat16().eval()
+
+
+def made_of(made: Any) -> Any:
+    made = made.bfloat16().eval()
     made = get_peft_model(made, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
     for name, p in made.named_parameters():
         if "lora_" in name:
@@ -74,10 +94,16 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def stack_of(model: Any) -> Stack:
+def stack_of(model: Any) -> Stack | None:
     (stack,) = {layer.forward.stack for layer in model.get_base_model().model.layers}
-    assert isinstance(stack, Stack)
+    assert stack is None or isinstance(stack, Stack)
     return stack
+
+
+def kept_by(model: Any) -> CapturedLayers:
+    stack = stack_of(model)
+    assert stack is not None
+    return stack.captured
 
 
 @torch.no_grad()
@@ -139,19 +165,28 @@ def test_a_weight_that_lies_elsewhere_or_another_scale_is_another_graph(model: A
     assert Replay.made == 2
 
 
+def test_layers_with_windows_of_their_own_keep_their_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+    windows = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}  # in the layers after the first
+    model = made_of(Qwen2ForCausalLM(Qwen2Config(**SIZES, **windows)))
+    for _ in range(SEEN + 2):
+        ids = torch.randint(32, (3, 9))
+        assert torch.equal(states(model, ids), states(model, ids, alone=True))
+
+
 def test_few_shapes_are_kept_and_a_copy_of_the_model_has_none(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured_layers, "KEPT", 2)
     for length in (5, 6, 7):
         for _ in range(SEEN + 1):
             states(model, torch.randint(32, (2, length)))
-    graphs = stack_of(model).captured.graphs
+    graphs = kept_by(model).graphs
     assert len(graphs) == 2
     assert [key[0][0][1] for key in graphs] == [6, 7], "the oldest went"
     for _ in range(SEEN + 1):
         for length in (8, 9, 10):
             states(model, torch.randint(32, (2, length)))
     assert Replay.made == 3, "shapes that alternate with too many others are not captured"
-    assert not copy.deepcopy(stack_of(model).captured).graphs
+    assert not copy.deepcopy(kept_by(model)).graphs
 
 
 def test_a_pass_that_cannot_be_captured_runs_layer_by_layer(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

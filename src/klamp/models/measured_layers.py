@@ -266,7 +266,8 @@ def measured_layers(model: nn.Module) -> None:
         if whole and act in SILU and all(isinstance(n.forward, NormForward) for n in norms):
             layer.forward = MeasuredLayer(layer, wide=wide)
             found.append(layer.forward)
-    if found and len(found) == len(layers):
+    windows = {getattr(layer.self_attn, "sliding_window", None) for layer in layers}
+    if found and len(found) == len(layers) and len(windows) == 1:  # a stack has one mask, that of its first layer
         stack = Stack(found)
         for each in found:
             each.stack = stack
