@@ -88,6 +88,21 @@ def test_it_is_adamw_up_to_its_moments_rounding_and_its_state_can_be_put_back() 
 
 
 @needs_torchao
+def test_the_second_moment_of_a_small_bfloat16_tensor_falls_with_its_gradients() -> None:
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        policy: Policy = policy_of([nn.Parameter(torch.ones(10, dtype=dtype))])
+        optimizer = optimizer_of(policy, ResolvedOptim(name="adamw8bit", lr=1e-3))
+        for step in range(60):
+            policy.model[0].grad = torch.full((10,), 1.0 if step < 10 else 0.0, dtype=dtype)  # type: ignore[index]
+            optimizer.step()
+        saved = moments(policy, optimizer)
+        restore_moments(policy, optimizer, saved)
+        found[dtype] = moments(policy, optimizer)["model.0::exp_avg_sq"].float()
+    torch.testing.assert_close(found[torch.bfloat16], found[torch.float32], rtol=0.01, atol=0)
+
+
+@needs_torchao
 @pytest.mark.slow
 def test_a_full_fine_tune_in_bfloat16_is_held_by_its_clamp_and_resumes_to_the_bit(
     tmp_path: Path, words_model: str, words_prompts: str

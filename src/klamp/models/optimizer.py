@@ -46,7 +46,14 @@ def _eight_bit(groups: list[dict[str, Any]], usual: dict[str, Any]) -> torch.opt
     than it saves."""
     from torchao.optim import AdamW8bit
 
-    made: torch.optim.Optimizer = AdamW8bit(groups, **usual, bf16_stochastic_round=True)
+    class AdamW(AdamW8bit):  # type: ignore[misc]
+        def _new_buffer(self, p: Tensor, signed: bool) -> Any:
+            """Moments of a tensor too small for 8 bits in float32: in bfloat16 the second one would never fall, for a
+            thousandth of it is less than half of its last place."""
+            found = super()._new_buffer(p, signed)
+            return found if hasattr(found, "codes") else found.float()
+
+    made: torch.optim.Optimizer = AdamW(groups, **usual, bf16_stochastic_round=True)
     if all(p.device.type == "cpu" for g in groups for p in g["params"]):
         made.step = torch.compiler.set_stance("force_eager")(made.step)  # type: ignore[method-assign]
     return made
