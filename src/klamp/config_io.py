@@ -141,6 +141,7 @@ def convert(name: str, value: Any, kind: Any, where: str = "config") -> Any:
             except ConfigError:
                 continue
         choices = [str(a) for option in args if typing.get_origin(option) is typing.Literal for a in option.__args__]
+        choices += ["a number"] if choices and float in args else []
         raise unknown(f"{where}: {name}", value, choices) if choices else _mismatch(name, value, kind, where)
     if origin is typing.Literal:
         if value in args and not isinstance(value, bool):

@@ -114,6 +114,24 @@ def test_adapters_are_switched_as_peft_switches_them() -> None:
     torch.testing.assert_close(made(input_ids=ids()).logits, policy, rtol=1e-9, atol=1e-12)
 
 
+def test_adapters_loaded_one_after_another_are_cast_into_memory_of_their_shapes() -> None:
+    from klamp.models.policy import Policy
+
+    made = adapted(torch.float32)
+    policy = Policy(made, value_head=False, temperature=1.0, lora=True)
+    for _ in range(8):  # as a reference that follows saved steps; new matrices are given old ones' identities
+        if "reference" in made.peft_config:
+            made.delete_adapter("reference")
+        made.add_adapter("reference", copy.deepcopy(made.peft_config["default"]))
+        policy.find_layers()
+        with torch.no_grad(), policy.with_adapter("reference"), fast_layers.narrowed(policy.layers, policy.narrow):
+            for layer in policy.layers:
+                down, up, _ = layer.forward.narrow
+                assert torch.equal(down, layer.lora_A["reference"].weight.bfloat16())
+                assert torch.equal(up, layer.lora_B["reference"].weight.bfloat16())
+        assert len(policy.narrow) <= 2 * len(policy.layers), "no more memory than the adapters that there are"
+
+
 def test_norms_are_transformers() -> None:
     made = model(torch.float32)
     for p in made.parameters():

@@ -107,9 +107,10 @@ def narrowed(layers: Iterable[Any], buffers: dict[int, tuple[Tensor, Tensor]]) -
             if not active or (matrices := forward.matrices()) is None:
                 continue
             down, up, scale = matrices
-            if id(down) not in buffers:
-                buffers[id(down)] = _half(down), _half(up)
-            pair = buffers[id(down)]
+            pair = buffers.get(id(down))
+            # An adapter loaded in place of another may have its matrices' identities, in other layers.
+            if pair is None or pair[0].shape != down.shape or pair[1].shape != up.shape:
+                pair = buffers[id(down)] = _half(down), _half(up)
             forward.narrow = (*pair, scale)
             found.append(forward)
             given += (down, up)

@@ -74,6 +74,8 @@ class Policy(nn.Module):
         if self.lora:
             fast_layers.fast_lora(self.model)
             self.layers = lora_layers(self.model)
+            alive = {id(p) for p in self.model.parameters()}
+            self.narrow = {p: pair for p, pair in self.narrow.items() if p in alive}
         if next(self.model.parameters()).device.type == "cuda":  # a CPU gains nothing, and its runs stay as recorded
             fast_norms(self.model)
             if fast_layers.is_wide(self.model):

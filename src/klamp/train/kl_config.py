@@ -124,7 +124,7 @@ class KLConfig:
         """A KL of one's own has a unit of one's own: 0.05 per token and 0.05 per sequence are different wishes."""
         units = "‹kl.per=token›, ‹kl.per=sequence› (the sum over a sequence) or ‹kl.per=sequence_mean›"
         if isinstance(self.target, str) and self.target != "auto":
-            raise unknown("kl.target", self.target, ("auto",))
+            raise unknown("kl.target", self.target, ("auto", "a number"))
         for name, value in {"kl.target": self.target, "kl.limit": self.limit}.items():
             if value not in (None, "auto") and self.per is None:
                 raise ConfigError(f"‹{name}› {shown(value)} has no unit: nats per what? Add {units}.")
