@@ -69,7 +69,7 @@ def weights_scaler(model: nn.Module, origin: Mapping[str, Tensor]) -> Scaler:
         s, call = _check_factor(s), next(calls)
         for place, (_, p, start) in enumerate(pairs):
             if start is not None and s != 1.0:
-                _interpolate(p, start, s, (call, place))
+                interpolate(p, start, s, (call, place))
 
     return scale
 
@@ -78,8 +78,8 @@ CHUNK = 1 << 26
 """Numbers of a bfloat16 tensor that are scaled at a time: a quarter of a GiB in float32."""
 
 
-def _interpolate(p: Tensor, start: Tensor, s: float, draw: tuple[int, int]) -> None:
-    """``p <- start + s (p - start)``; exactly ``start`` at 0. Each ``draw`` rounds in its own way."""
+def interpolate(p: Tensor, start: Tensor, s: float, draw: tuple[int, int]) -> None:
+    """``p <- start + s (p - start)``; exactly ``start`` at 0. Each ``draw`` rounds bfloat16 in its own way."""
     start = start.to(p.device)
     if s == 0.0:
         p.copy_(start)

@@ -24,6 +24,7 @@ from klamp.references import AdapterPath, Base, CheckpointStep, Ema, FrozenModel
 from klamp.references.spec import newest_before, step_folder
 from klamp.sampling.merged_model import ADAPTER
 from klamp.sampling.rollout import Part
+from klamp.scalers import interpolate
 
 REFERENCE = "klamp_reference"
 """Name of the reference's adapter inside the peft model; never saved."""
@@ -229,8 +230,11 @@ class SecondModel:
             self.side.to("cpu")
         settle(self.side)
         if isinstance(self.spec, Ema):
-            for ours, theirs in self._pairs():
-                ours.lerp_(theirs.to(ours.device, ours.dtype), 1 - self.spec.decay)
+            for place, (ours, theirs) in enumerate(self._pairs()):
+                if ours.dtype == torch.bfloat16:  # to the nearest, a mean as slow as this would stand still
+                    interpolate(ours, theirs, self.spec.decay, (step, place))
+                else:
+                    ours.lerp_(theirs.to(ours.device, ours.dtype), 1 - self.spec.decay)
             return True
         if isinstance(self.spec, Periodic) and step % self.spec.every == 0:
             for ours, theirs in self._pairs():
