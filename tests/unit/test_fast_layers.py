@@ -114,6 +114,29 @@ def test_adapters_are_switched_as_peft_switches_them() -> None:
     torch.testing.assert_close(made(input_ids=ids()).logits, policy, rtol=1e-9, atol=1e-12)
 
 
+def test_a_feed_forward_without_an_adapter_rounds_alike_with_a_gradient_and_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a full fine-tune, or with adapters on attention alone: KL between equal policies would not be 0."""
+    from klamp.kernels import layers
+
+    def once(gate: Tensor, up: Tensor) -> Tensor:  # as the kernel does on a GPU
+        return (torch.nn.functional.silu(gate.float()) * up.float()).to(gate.dtype)
+
+    monkeypatch.setattr(layers, "gated", once)
+    monkeypatch.setattr(fast_layers, "in_half", lambda x: True)
+    mlp = model(torch.bfloat16).model.layers[0].mlp
+    x = torch.randn(3, 7, 48, dtype=torch.bfloat16, requires_grad=True)
+    fast = fast_layers.MlpForward(mlp)
+    assert torch.equal(fast(x), mlp.down_proj(once(mlp.gate_proj(x), mlp.up_proj(x))))
+    mlp.double()
+    monkeypatch.setattr(layers, "gated", lambda gate, up: torch.nn.functional.silu(gate) * up)
+    wide = x.detach().double().requires_grad_()
+    given = [wide, *mlp.parameters()]
+    found, usual = (torch.autograd.grad(f(wide).square().sum(), given) for f in (fast, fast.own))
+    torch.testing.assert_close(found, usual)
+
+
 def test_adapters_loaded_one_after_another_are_cast_into_memory_of_their_shapes() -> None:
     from klamp.models.policy import Policy
 

@@ -44,6 +44,12 @@ def gated_down(gate: Tensor, up: Tensor, lora: Lora) -> Tensor:
     return found
 
 
+def gated_product(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) · up`` [..., I], rounded once as :func:`gated` rounds it, with its gradient."""
+    found: Tensor = _Gated.apply(gate, up)  # type: ignore[no-untyped-call]
+    return found
+
+
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Heads x [n, L, heads, D] at positions with cos and sin [n, L, D], whose two halves are alike."""
     found: Tensor = _Rotated.apply(x, cos, sin)  # type: ignore[no-untyped-call]
@@ -131,6 +137,21 @@ class _GatedDown(torch.autograd.Function):
         assert inner is not None
         of_gate, of_up = _gated_gradient(gate, up, inner)
         return of_gate.view(ctx.shape), of_up.view(ctx.shape), None, None, of_a, of_b, None
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        flat = [t.reshape(-1, t.shape[-1]).contiguous() for t in (gate, up)]
+        ctx.save_for_backward(*flat)
+        return gated(*flat).view(gate.shape)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        gate, up = ctx.saved_tensors
+        own = grad.reshape(-1, grad.shape[-1]).clone(memory_format=torch.contiguous_format)
+        return tuple(t.view(grad.shape) for t in _gated_gradient(gate, up, own))
 
 
 def _gated_gradient(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:

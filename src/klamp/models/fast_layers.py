@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from klamp.kernels.layers import Lora, gated, gated_down, lora_linear, rotated
+from klamp.kernels.layers import Lora, gated, gated_down, gated_product, lora_linear, rotated
 
 WIDE = 2048
 """Width of the states from which a pass over a batch of them takes longer than the Python around it."""
@@ -162,8 +162,11 @@ class MlpForward:
     def __call__(self, x: Tensor) -> Tensor:
         mlp = self.mlp
         down = mlp.down_proj
-        if not in_half(x) or not isinstance(down.forward, LoraForward):
+        adapted = isinstance(down.forward, LoraForward)
+        if not in_half(x) or not (adapted or type(down) is nn.Linear):
             return self.own(x)  # type: ignore[no-any-return]
+        if not adapted:  # rounded as MeasuredLayer rounds it
+            return down(gated_product(mlp.gate_proj(x), mlp.up_proj(x)))  # type: ignore[no-any-return]
         lora = down.forward.written_out(x)
         if lora is None and torch.is_grad_enabled():
             return self.own(x)  # type: ignore[no-any-return]
