@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 import shapes
-from klamp.sampling.decode import Decoder
 from klamp.sampling.merged_model import MergedModel
+from klamp.sampling.sampler import Decoder
 from train_step import kernels
 
 PROMPT = 24

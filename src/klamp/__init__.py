@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from klamp.audit import Finding, audit_function, audit_matrix
     from klamp.clamp import Clamped, Gauge, scale_for
     from klamp.clamp import clamp as clamp_kl
+    from klamp.clamp_scalers import lora_scaler, snapshot, weights_scaler
     from klamp.compat import kl_controller
     from klamp.control import Control, ControlState
     from klamp.controllers import (
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     )
     from klamp.monitor import Alarm, Limits, Monitor, MonitorState
     from klamp.placements import Pair, SequenceKL, check, in_advantage, in_loss, in_reward, sequence_exact
-    from klamp.scalers import lora_scaler, snapshot, weights_scaler
 
 __version__ = "0.1.0"
 
@@ -72,7 +72,7 @@ HOMES = {
         *("mean", "r_log_r", "straight_through", "sum_count", "top_k_exact", "weighted"),
     ),
     "monitor": ("Alarm", "Limits", "Monitor", "MonitorState"),
-    "scalers": ("lora_scaler", "snapshot", "weights_scaler"),
+    "clamp_scalers": ("lora_scaler", "snapshot", "weights_scaler"),
     "placements": ("Pair", "SequenceKL", "check", "in_advantage", "in_loss", "in_reward", "sequence_exact"),
     # These need transformers and its kin.
     "local_backend": ("LocalBackend", "Trajectory", "TrajectoryGroup", "TrainableModel"),

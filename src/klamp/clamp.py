@@ -8,7 +8,7 @@ and corrects by a secant in log-log, which is exact for any power law.
     state = hold.update(state, kl, effort=result.effort)              # effort > 0: the price is too low
 
 The limit is meant for fresh samples, and a step is measured on its own tokens, which it moved most. :class:`Gauge`
-gives the limit on those. What is scaled is in :mod:`klamp.scalers`.
+gives the limit on those. What is scaled is in :mod:`klamp.clamp_scalers`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from klamp.clamp_scalers import Scaler as Scaler
+from klamp.clamp_scalers import lora_scaler as lora_scaler
+from klamp.clamp_scalers import snapshot as snapshot
+from klamp.clamp_scalers import weights_scaler as weights_scaler
 from klamp.errors import ConfigError, require_number
-from klamp.scalers import Scaler as Scaler
-from klamp.scalers import lora_scaler as lora_scaler
-from klamp.scalers import snapshot as snapshot
-from klamp.scalers import weights_scaler as weights_scaler
 
 LIMIT = 1.1
 """The usual limit, in targets: readings of a KL that rests at its target scatter by less."""

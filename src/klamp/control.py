@@ -23,10 +23,10 @@ from typing import Any
 
 from klamp.clamp import LIMIT, Clamped, Gauge, GaugeState, no_farther
 from klamp.clamp import clamp as clamp_kl
+from klamp.clamp_scalers import Scaler
 from klamp.controllers.base import Controller, State, advance, begin, check_controller, clip, described, observed
 from klamp.errors import ConfigError, require_number, shown
 from klamp.monitor import Alarm, Monitor, MonitorState
-from klamp.scalers import Scaler
 from klamp.strict_json import from_plain, nan_as_text, nan_from_text
 
 DAMAGED = "The checkpoint is damaged; start from an earlier one."

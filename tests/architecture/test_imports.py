@@ -18,15 +18,17 @@ ROOT = Path(klamp.__file__).parent
 LAYERS = [
     # the library: torch alone
     {"errors", "numerics", "distributed"},
-    {"masked", "scalers", "chat", "strict_json"},
+    {"masked", "clamp_scalers", "chat", "strict_json"},
+    {"advantages"},
     {"estimators", "controllers", "clamp", "objectives"},
     {"placements", "trust", "kernels", "monitor"},
     {"control"},
     # what is built on it
-    {"compat", "progress"},
+    {"compat", "progress", "seeds"},
     {"config_io"},
     {"audit", "sampling"},
     {"models"},
+    {"prompts"},
     {"references"},
     {"train"},
     {"serve", "results"},
@@ -36,7 +38,7 @@ LAYERS = [
     {"cli"},
 ]
 """A room imports from the rooms of the layers above its own in this list, and from no other."""
-LIBRARY = 5
+LIBRARY = 6
 """Layers, of those, that load nothing but torch."""
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 HOMES = {

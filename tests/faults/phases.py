@@ -52,7 +52,7 @@ def through(place: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def watch() -> None:
     """Put :func:`reach` into sampling (at each token), training (at each loss), saving (at each file) and between."""
-    from klamp.sampling.decode import Decoder
+    from klamp.sampling.sampler import Decoder
     from klamp.train import checkpoint, update
     from klamp.train.loop import Stop
 

@@ -9,7 +9,7 @@ import torch
 from vectors import Case, checks, near
 
 from klamp.chat import Row
-from klamp.local_backend.training_batch import Batch
+from klamp.local_backend.tokenized_trajectories import Batch
 
 
 @checks("art_groups.json", "groups")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from klamp.models import fast_layers, measured_layers
+from klamp.models import no_gradient_layers, training_layers
 from klamp.models.policy import Policy
 
 
@@ -65,10 +65,10 @@ def test_written_out_layers_are_autograds(family: str, monkeypatch: pytest.Monke
     truth = outcome(build(family), *given, half=False)
     far = {}
     used: list[Any] = []
-    plain = fast_layers.lora_linear
-    monkeypatch.setattr(fast_layers, "lora_linear", lambda *given: (used.append(given), plain(*given))[1])
+    plain = training_layers.lora_linear
+    monkeypatch.setattr(training_layers, "lora_linear", lambda *given: (used.append(given), plain(*given))[1])
     for wide in (1 << 20, 1):
-        monkeypatch.setattr(fast_layers, "WIDE", wide)
+        monkeypatch.setattr(training_layers, "WIDE", wide)
         model = bfloat16(build(family))
         Policy(model, value_head=False, temperature=1.0, lora=True)
         found = outcome(model, *given, half=True)
@@ -89,16 +89,16 @@ def test_a_measured_layer_rounds_as_one_with_a_gradient(
 ) -> None:
     given = batch()
     truth = outcome(build(family), *given, half=False)[0]
-    monkeypatch.setattr(fast_layers, "WIDE", wide)
+    monkeypatch.setattr(training_layers, "WIDE", wide)
     model = bfloat16(build(family))
     policy = Policy(model, value_head=False, temperature=1.0, lora=True)
     ran: list[Any] = []
-    plain = measured_layers.MeasuredLayer.forward
-    monkeypatch.setattr(measured_layers.MeasuredLayer, "forward", lambda *a: (ran.append(a), plain(*a))[1])
+    plain = no_gradient_layers.MeasuredLayer.forward
+    monkeypatch.setattr(no_gradient_layers.MeasuredLayer, "forward", lambda *a: (ran.append(a), plain(*a))[1])
     backbone = model.get_base_model().model
 
     def states() -> Tensor:
-        with torch.autocast("cuda", dtype=torch.bfloat16), fast_layers.narrowed(policy.layers, {}):
+        with torch.autocast("cuda", dtype=torch.bfloat16), training_layers.narrowed(policy.layers, {}):
             out = backbone(input_ids=given[0], attention_mask=given[1], use_cache=False)
         return out.last_hidden_state.detach()[given[1].bool()]
 
@@ -129,8 +129,8 @@ def test_a_captured_pass_is_the_pass_layer_by_layer(padded: bool) -> None:
     def states(**switched: Any) -> Tensor:
         with torch.autocast("cuda", dtype=torch.bfloat16), contextlib.ExitStack() as on:
             if switched:
-                on.enter_context(fast_layers.adapter(policy.layers, None))
-            on.enter_context(fast_layers.narrowed(policy.layers, kept))
+                on.enter_context(training_layers.adapter(policy.layers, None))
+            on.enter_context(training_layers.narrowed(policy.layers, kept))
             return backbone(input_ids=ids, attention_mask=attention, use_cache=False).last_hidden_state
 
     def alone(**switched: Any) -> Tensor:
@@ -141,7 +141,7 @@ def test_a_captured_pass_is_the_pass_layer_by_layer(padded: bool) -> None:
             layer.forward.stack = stack
         return found
 
-    for _ in range(measured_layers.SEEN + 2):
+    for _ in range(no_gradient_layers.SEEN + 2):
         found, base = states(), states(off=True)
     assert len(stack.captured.graphs) == 2
     assert torch.equal(found, alone())
@@ -156,7 +156,7 @@ def test_a_captured_pass_is_the_pass_layer_by_layer(padded: bool) -> None:
     assert len(stack.captured.graphs) == 2
     down = backbone.layers[1].mlp.down_proj.base_layer
     down.weight = torch.nn.Parameter(down.weight.detach() * 2, requires_grad=False)
-    for _ in range(measured_layers.SEEN + 2):
+    for _ in range(no_gradient_layers.SEEN + 2):
         assert torch.equal(states(), alone()), "a weight that lies elsewhere is not read where it was"
     assert copy.deepcopy(stack.captured).graphs == {}
 
@@ -166,7 +166,7 @@ def test_a_long_prompt_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None
     from klamp.models import shared_prompts
     from klamp.sampling.rollout import Part
 
-    monkeypatch.setattr(fast_layers, "WIDE", 1)
+    monkeypatch.setattr(training_layers, "WIDE", 1)
     model = bfloat16(build("llama"))
     policy = Policy(model, value_head=False, temperature=1.0, lora=True)
     prompts = torch.randint(3, 512, (2, 24), device="cuda").repeat_interleave(4, 0)

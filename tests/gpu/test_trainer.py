@@ -13,8 +13,8 @@ import torch
 
 from klamp import models
 from klamp.distributed import digest
-from klamp.models import fast_layers
-from klamp.sampling import fast_modules
+from klamp.models import training_layers
+from klamp.sampling import decoding_modules
 from klamp.train.config import AlgorithmConfig, KLConfig, OptimConfig, RolloutConfig, TrainConfig
 from klamp.train.loop import Trainer
 
@@ -166,7 +166,7 @@ def test_the_lean_lora_is_pefts_under_autocast() -> None:
 
     trained = [p for p in model.parameters() if p.requires_grad]
     before = outcome()
-    fast_layers.fast_lora(model)
+    training_layers.fast_lora(model)
     for ours, theirs in zip(outcome(), before, strict=True):
         # The same products rounded at the same places; s·y + x is rounded once where peft rounds twice.
         assert float((ours - theirs).norm() / theirs.norm()) < 0.01
@@ -174,11 +174,11 @@ def test_the_lean_lora_is_pefts_under_autocast() -> None:
 
 def test_the_lean_norm_is_within_bfloat16_of_transformers() -> None:
     model = models.load_model("tiny", dtype=torch.bfloat16, device="cuda")
-    norm = next(m for m in model.modules() if type(m).__name__ in fast_modules.NORMS)
+    norm = next(m for m in model.modules() if type(m).__name__ in decoding_modules.NORMS)
     x = torch.randn(64, norm.weight.shape[0], device="cuda", dtype=torch.bfloat16, requires_grad=True)
     own = norm(x)
     theirs = [own.detach(), *torch.autograd.grad(own.float().square().sum(), [x, norm.weight])]
-    quick = fast_modules.NormForward(norm)(x)
+    quick = decoding_modules.NormForward(norm)(x)
     ours = [quick.detach(), *torch.autograd.grad(quick.float().square().sum(), [x, norm.weight])]
     for a, b in zip(ours, theirs, strict=True):
         assert a.dtype == b.dtype

@@ -12,8 +12,8 @@ from klamp import strict_json
 from klamp.cli.measure import _completions
 from klamp.config_io import LARGEST, from_yaml
 from klamp.errors import ConfigError
+from klamp.prompts import load_prompts
 from klamp.results import records
-from klamp.train import data
 from klamp.train.config import TrainConfig
 
 
@@ -107,7 +107,7 @@ def test_a_bad_line_of_prompts_is_named_by_its_number(tmp_path: Path, line: byte
     file = tmp_path / "p.jsonl"
     file.write_bytes(GOOD + b"\n" + line + b"\n" + GOOD)
     with pytest.raises(ConfigError, match=rf"p\.jsonl', line 3: .*{says}"):
-        data.load(str(file), "tiny")
+        load_prompts(str(file), "tiny")
     file.write_bytes((GOOD + b"\n" + line + b"\n").replace(b"prompt", b"completion"))
     with pytest.raises(ConfigError, match="line 3: "):
         _completions(str(file))
@@ -118,12 +118,12 @@ def test_marks_line_ends_and_odd_characters_are_read_right(tmp_path: Path) -> No
     texts = ["naïve", "שלום", "👩‍👩‍👧", "a\u2028b", "tab\tand\nline", "\x00", "\u202eabc", "\x85"]
     rows = [json.dumps({"prompt": t, "n": i}, ensure_ascii=i % 2 == 0) for i, t in enumerate(texts)]
     file.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(rows).encode() + b"\r\n")
-    found = data.load(str(file), "tiny")
+    found = load_prompts(str(file), "tiny")
     assert found.texts == texts
     assert found.columns == {"n": list(range(len(texts)))}
     plain = tmp_path / "p.txt"
     plain.write_bytes("\ufeffone\r\n\r\ntwo \u2028 three\x85\n  \nfour".encode())
-    assert data.load(str(plain), "tiny").texts == ["one", "two \u2028 three\x85", "four"]
+    assert load_prompts(str(plain), "tiny").texts == ["one", "two \u2028 three\x85", "four"]
 
 
 def test_a_text_of_another_encoding_is_named_by_its_line(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_text_of_another_encoding_is_named_by_its_line(tmp_path: Path) -> None
     ):
         file.write_bytes(raw)
         with pytest.raises(ConfigError, match=says):
-            data.load(str(file), "tiny")
+            load_prompts(str(file), "tiny")
 
 
 @pytest.mark.parametrize("name", ["p.jsonl", "p.txt"])
@@ -146,7 +146,7 @@ def test_a_line_without_end_is_refused_in_bounded_memory(tmp_path: Path, name: s
         handle.write(b"x")
     tracemalloc.start()
     with pytest.raises(ConfigError, match=f"line 2: longer than {strict_json.LONGEST} bytes"):
-        data.load(str(file), "tiny")
+        load_prompts(str(file), "tiny")
     assert tracemalloc.get_traced_memory()[1] < 4 * strict_json.LONGEST
     with file.open("rb+") as handle:
         handle.write(b'{"step":       1}\n')

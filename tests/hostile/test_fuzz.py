@@ -28,8 +28,9 @@ from klamp.controllers import Hold
 from klamp.errors import ConfigError, KlampError
 from klamp.experiments import compare, sweep_grammar
 from klamp.monitor import Monitor
+from klamp.prompts import load_prompts
 from klamp.strict_json import from_plain
-from klamp.train import data, rewards
+from klamp.train import rewards
 from klamp.train.config import TrainConfig
 
 pytestmark = pytest.mark.slow
@@ -142,7 +143,7 @@ def test_prompt_files(tmp_path: Path, lines: list[bytes], end: bytes, name: str)
     file = tmp_path / name
     file.write_bytes(end.join(lines))
     with contextlib.suppress(KlampError):
-        prompts = data.load(str(file), "tiny")
+        prompts = load_prompts(str(file), "tiny")
         assert all(isinstance(text, str) and text.encode() for text in prompts.texts)
 
 

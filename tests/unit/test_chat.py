@@ -12,7 +12,7 @@ import pytest
 from klamp import models
 from klamp.chat import as_text
 from klamp.errors import ConfigError
-from klamp.train import data
+from klamp.prompts import load_prompts
 
 TEMPLATE = (
     "{% for m in messages %}w{{ loop.index0 }} {{ m.content }}{% if m.role != 'assistant' %} w9 {% endif %}{% endfor %}"
@@ -81,7 +81,7 @@ def test_rewards_get_messages_as_they_are_and_samples_show_text(
 def test_messages_are_measured(chat_model: str, talk_file: str) -> None:
     from klamp.measure import measure_kl
 
-    prompts = data.load(talk_file, chat_model).given
+    prompts = load_prompts(talk_file, chat_model).given
     found = measure_kl(chat_model, chat_model, prompts, max_tokens=4, maps=False)
     assert found.kl.mean == 0
     assert {p["text"] for p in found.top_prompts} == {as_text(p) for p in prompts}
@@ -115,11 +115,11 @@ def test_messages_that_are_none_are_refused_by_line(tmp_path: Path, prompt: Any,
     file = tmp_path / "p.jsonl"
     file.write_text(json.dumps({"prompt": "fine"}) + "\n" + json.dumps({"prompt": prompt}))
     with pytest.raises(ConfigError, match=f"line 2: .*{says}"):
-        data.load(str(file), "tiny")
+        load_prompts(str(file), "tiny")
 
 
 def test_a_wrong_key_is_answered_with_the_keys_that_are_there(tmp_path: Path) -> None:
     file = tmp_path / "p.jsonl"
     file.write_text('{"question": "What is 3 + 4?", "answer": "7"}\n')
     with pytest.raises(ConfigError, match=r'there is no "prompt"\. The keys are "question", "answer"; rename the one'):
-        data.load(str(file), "tiny")
+        load_prompts(str(file), "tiny")

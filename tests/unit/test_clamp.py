@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from klamp.clamp import Clamped, Gauge, GaugeState, clamp, scale_for
+from klamp.clamp_scalers import lora_scaler, snapshot, weights_scaler
 from klamp.errors import ConfigError
-from klamp.scalers import lora_scaler, snapshot, weights_scaler
 
 
 class Line:
@@ -180,7 +180,7 @@ def test_weights_interpolate_and_are_exact_at_both_ends(dtype: torch.dtype) -> N
 
 
 def test_a_bfloat16_displacement_of_one_last_place_is_scaled_on_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("klamp.scalers.CHUNK", 1 << 14)  # several parts
+    monkeypatch.setattr("klamp.clamp_scalers.CHUNK", 1 << 14)  # several parts
     model = nn.Linear(256, 256, bias=False).bfloat16()
     with torch.no_grad():
         model.weight.fill_(1.0)

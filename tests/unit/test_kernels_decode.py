@@ -56,7 +56,7 @@ def model_of(name: str) -> Any:
 def gaps(name: str) -> dict[str, float]:
     """The largest differences between logits of steps in few kernels and by transformers' own layers."""
     from klamp.sampling.caches import StaticSteps
-    from klamp.sampling.decoder_layers import KINDS, LayerForward
+    from klamp.sampling.decoding_layers import KINDS, LayerForward
 
     model = model_of(name)
     ids = torch.randint(40, (3, 5))

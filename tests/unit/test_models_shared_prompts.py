@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from klamp.models import fast_layers
 from klamp.models import shared_prompts as shared
+from klamp.models import training_layers
 from klamp.sampling.rollout import Part
 from small_batch import FIRST, model, part
 
@@ -39,7 +39,7 @@ def test_states_and_gradients_are_those_of_whole_sequences(name: str, columns: i
 def test_a_model_that_cannot_keeps_whole_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     piece = part()
     assert not shared.possible(model("llama").base_model, piece), "it is narrow"
-    monkeypatch.setattr(fast_layers, "WIDE", 1)
+    monkeypatch.setattr(training_layers, "WIDE", 1)
     assert not shared.agrees(model("mistral", sliding_window=4).base_model, piece), "a window would see too much"
     assert shared.agrees(model("mistral", sliding_window=None).base_model, piece)
     assert not shared.possible(model("llama", attn_implementation="eager").base_model, piece), "its masks are added"

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from klamp.sampling.decode import nucleus, race
+from klamp.sampling.sampler import nucleus, race
 
 DRAWS = 200_000
 

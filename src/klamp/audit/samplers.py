@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from klamp import trust
+from klamp.advantages import to_go
 from klamp.audit.enumeration import TREE, World, make
 from klamp.estimators import k1
-from klamp.objectives import to_go
 from klamp.placements import sequence_exact
 
 if TYPE_CHECKING:

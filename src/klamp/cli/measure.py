@@ -126,9 +126,9 @@ def summary(m: Measurement) -> str:
 
 
 def _completions(path: str) -> list[str]:
-    from klamp.train import data
+    from klamp.prompts import read_jsonl
 
-    rows = data.read_jsonl(Path(path), field="completion") if Path(path).is_file() else None
+    rows = read_jsonl(Path(path), field="completion") if Path(path).is_file() else None
     if rows is None:
         raise ConfigError(f'completions {path!r} is not a file. Give JSONL with a "completion" on each line.')
     return [row["completion"] for row in rows]

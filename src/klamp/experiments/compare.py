@@ -20,9 +20,10 @@ from klamp.experiments.folder import Folder, read_settings
 from klamp.experiments.jobs import Job
 from klamp.masked import Unit, check_unit
 from klamp.progress import Progress
+from klamp.prompts import load_prompts
 from klamp.results import records
 from klamp.results.statistics import ADAPTIVE, Comparison, figures
-from klamp.train import data, rewards
+from klamp.train import rewards
 from klamp.train.config import AlgorithmConfig, KLConfig, OptimConfig, RewardConfig, RolloutConfig, TrainConfig
 from klamp.train.kl_config import USUAL_TARGET
 
@@ -161,7 +162,7 @@ class CompareConfig:
             check_unit("--per", self.per)
             require_number("--target", self.target, above=0, way_out="It is a KL in nats; 0.05 per token is usual.")
         models.resolve(self.model) if not self.model.startswith("smollm2") else None
-        data.load(self.prompts, self.model)
+        load_prompts(self.prompts, self.model)
         for name in self.reward:
             if not name.startswith("model:"):
                 rewards.resolve(name)

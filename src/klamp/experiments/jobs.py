@@ -32,9 +32,10 @@ from klamp.config_io import from_dict, to_dict
 from klamp.errors import ConfigError, KlampError
 from klamp.experiments.perplexity import Text, heldout, perplexity
 from klamp.models.policy import Policy
+from klamp.prompts import load_prompts
 from klamp.sampling.rollout import Rollout, part
 from klamp.sampling.sampler import Sampler, context_of
-from klamp.train import data
+from klamp.seeds import mix
 from klamp.train.config import ResolvedConfig, TrainConfig
 from klamp.train.loop import Trainer
 from klamp.train.run_folder import RunFolder, atomic_text
@@ -98,7 +99,7 @@ def make_reference(job: Job) -> None:
     tokenizer = models.load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
     model = models.load_model(config.model, device=_device(config), trust_remote_code=config.trust_remote_code)
     policy = Policy(model, value_head=False, temperature=config.rollout.temperature, lora=False)
-    prompts = data.load(config.prompts, config.model).given
+    prompts = load_prompts(config.prompts, config.model).given
     encoded = models.encode_prompts(tokenizer, prompts, chat=config.rollout.chat)
     sampler = Sampler(policy, tokenizer, config.rollout, context_of(model))
     drawn = _sample(sampler, encoded, prompts, _spread(len(prompts), job.samples), seed=3)
@@ -190,7 +191,7 @@ def _sample(
     single = copy.copy(sampler)
     single.config = replace(sampler.config, group_size=1)
     device = next(sampler.model.parameters()).device
-    generator = torch.Generator(device).manual_seed(data.mix(0, seed))
+    generator = torch.Generator(device).manual_seed(mix(0, seed))
     return single.sample([encoded[i] for i in rows], [prompts[i] for i in rows], generator)
 
 

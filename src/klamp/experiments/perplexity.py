@@ -13,7 +13,7 @@ from torch import Tensor
 
 from klamp import models
 from klamp.errors import ConfigError
-from klamp.train.data import read_lines
+from klamp.prompts import read_lines
 
 LOGITS = 1 << 26
 """Logits in memory at a time: 256 MiB in float32."""

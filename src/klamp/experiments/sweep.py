@@ -16,10 +16,10 @@ from klamp.experiments.folder import Folder
 from klamp.experiments.jobs import Job
 from klamp.experiments.sweep_grammar import unused
 from klamp.progress import Progress
+from klamp.prompts import load_prompts
 from klamp.results import records
 from klamp.results.statistics import Figures, figures
 from klamp.results.verdict import number
-from klamp.train import data
 from klamp.train.config import KLConfig, ResolvedConfig, TrainConfig
 
 Engine = Literal["local", "ray"]
@@ -120,7 +120,7 @@ def run(config: SweepConfig, out: str | Path, *, engine: Engine = "local", at_on
     if model != planned[0][2].model:
         config = replace(config, model=model)
         planned = plan(config, folder)
-    data.load(planned[0][2].prompts, planned[0][2].model)
+    load_prompts(planned[0][2].prompts, planned[0][2].model)
     settings = asdict(config)
     folder.check("sweep", settings, may_grow=("seeds",))
     if engine == "ray":

@@ -21,10 +21,10 @@ from klamp.sampling import vllm_server
 from klamp.sampling.merged_model import ADAPTER, MergedModel
 from klamp.sampling.sampler import Sampler
 from klamp.sampling.server_sampler import ServerSampler
+from klamp.seeds import mix
 from klamp.serve import engine
 from klamp.serve.engine import STEPS_IN_MEMORY, Model
 from klamp.train.config import ResolvedRollout
-from klamp.train.data import mix
 
 if TYPE_CHECKING:
     from klamp.local_backend.worker import Worker

@@ -23,14 +23,14 @@ from klamp.chat import Encoder
 from klamp.errors import ConfigError, KlampError, ReferencePolicyError
 from klamp.local_backend.arguments import Arguments, Place
 from klamp.local_backend.completions import Completions
-from klamp.local_backend.training_batch import Batch
+from klamp.local_backend.tokenized_trajectories import Batch
 from klamp.monitor import Alarm
 from klamp.references import AdapterPath, Base, Ema, Periodic, ReferenceSpec, StepLag, parse, states
 from klamp.references.spec import folder_of, saved_steps
 from klamp.sampling.sampler import context_of, end_ids
+from klamp.seeds import mix
 from klamp.train import checkpoint
 from klamp.train.config import ResolvedConfig, TrainConfig
-from klamp.train.data import mix
 from klamp.train.kl_config import control_of
 from klamp.train.launch import make_accelerator
 from klamp.train.learner import Learner, Outcome

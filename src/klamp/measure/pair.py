@@ -22,10 +22,10 @@ from klamp.errors import ConfigError, shown
 from klamp.kernels import head_of
 from klamp.models.lora import check_folder, is_plain, load_adapted
 from klamp.models.policy import Policy, ReferenceStates
+from klamp.prompts import load_prompts
 from klamp.references.spec import folder_of, saved_steps
 from klamp.sampling.merged_model import ADAPTER
 from klamp.sampling.rollout import Part
-from klamp.train import data
 from klamp.train.config import TrainConfig
 
 REFERENCE = "klamp_reference"
@@ -246,8 +246,8 @@ def _prompts(
                 f"run {str(folder)!r} was trained on the prompts {run.prompts!r}, which is not a file here. Run klamp "
                 "in the folder that it was started in, or give --prompts."
             )
-        return data.load(run.prompts, run.model).given
-    return data.load(given, policy).given
+        return load_prompts(run.prompts, run.model).given
+    return load_prompts(given, policy).given
 
 
 def _slug(name: str) -> str:

@@ -29,8 +29,8 @@ from klamp.sampling.rollout import Rollout
 from klamp.sampling.sampler import Sampler, context_of, end_ids
 from klamp.sampling.server_sampler import ServedSampler
 from klamp.sampling.vllm_server import Request, Server
+from klamp.seeds import mix
 from klamp.train.config import ResolvedRollout, RolloutConfig
-from klamp.train.data import mix
 from klamp.train.run_folder import atomic_text, no_links_out
 
 MAPPED = 6

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from klamp.errors import ConfigError
 from klamp.kernels import HeadSpec, TokenStats, head_of, token_stats, token_stats_from_logits
-from klamp.models import fast_layers
-from klamp.models.measured_layers import measured_layers
+from klamp.models import training_layers
+from klamp.models.no_gradient_layers import measured_layers
 from klamp.models.shared_prompts import Backbone, inputs_of
-from klamp.sampling.fast_modules import fast_norms, lora_layers
+from klamp.sampling.decoding_modules import fast_norms, lora_layers
 from klamp.sampling.merged_model import ADAPTER
 from klamp.sampling.rollout import Part
 
@@ -72,14 +72,14 @@ class Policy(nn.Module):
     def find_layers(self) -> None:
         """Look for LoRA layers again: an adapter that is loaded later may bring some."""
         if self.lora:
-            fast_layers.fast_lora(self.model)
+            training_layers.fast_lora(self.model)
             self.layers = lora_layers(self.model)
             alive = {id(p) for p in self.model.parameters()}
             self.narrow = {p: pair for p, pair in self.narrow.items() if p in alive}
         if next(self.model.parameters()).device.type == "cuda":  # a CPU gains nothing, and its runs stay as recorded
             fast_norms(self.model)
-            if fast_layers.is_wide(self.model):
-                fast_layers.fast_mlp_and_attention(self.model)
+            if training_layers.is_wide(self.model):
+                training_layers.fast_mlp_and_attention(self.model)
             measured_layers(self.model)
 
     @property
@@ -103,7 +103,7 @@ class Policy(nn.Module):
         else:
             fast = part.ids.is_cuda and not self.sharded
             quick = fast and not torch.is_grad_enabled()
-            with fast_layers.narrowed(self.layers, self.narrow) if quick else contextlib.nullcontext():
+            with training_layers.narrowed(self.layers, self.narrow) if quick else contextlib.nullcontext():
                 # On a CPU every sequence is computed whole: sharing prompts saves less there than a fifth of a step.
                 hidden = last = self.states_of(head.backbone, part, share=fast)
         if self.sharded:
@@ -135,15 +135,17 @@ class Policy(nn.Module):
     def without_adapter(self) -> Iterator[None]:
         """The base model: LoRA switched off, on again afterwards whatever happens."""
         model: Any = self.model
-        with fast_layers.adapter(self.layers, None) if fast_layers.only_lora(model) else model.disable_adapter():
+        with (
+            training_layers.adapter(self.layers, None) if training_layers.only_lora(model) else model.disable_adapter()
+        ):
             yield
 
     @contextlib.contextmanager
     def with_adapter(self, name: str) -> Iterator[None]:
         """Another adapter of the same base in place of the trained one."""
         model: Any = self.model
-        if fast_layers.only_lora(model):
-            with fast_layers.adapter(self.layers, name):
+        if training_layers.only_lora(model):
+            with training_layers.adapter(self.layers, name):
                 yield
             return
         trained = [p for p in self.model.parameters() if p.requires_grad]

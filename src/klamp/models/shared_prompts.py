@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from klamp.models.fast_layers import is_wide
+from klamp.models.training_layers import is_wide
 from klamp.sampling.caches import Layout, accepted, layout, plain_cache, positions_of, sees
 from klamp.sampling.families import FAST
 from klamp.sampling.rollout import Part

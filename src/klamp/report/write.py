@@ -12,7 +12,7 @@ from klamp.errors import ConfigError
 from klamp.experiments import compare, sweep
 from klamp.experiments.compare import named_arm, parse_arms
 from klamp.experiments.folder import SETTINGS, Folder, read_settings
-from klamp.report import figure, findings
+from klamp.report import findings, image
 from klamp.report.charts import View, make_arm
 from klamp.report.html import render
 from klamp.results import records, verdict
@@ -150,7 +150,7 @@ def _write(view: View, page: Path) -> Path:
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
         atomic_text(page, render(view))
-        figure.save(view, page.parent)
+        image.save(view, page.parent)
     except OSError as error:
         raise ConfigError(f"report {str(page)!r} cannot be written: {error}.") from None
     return page

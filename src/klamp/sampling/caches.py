@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from klamp.sampling.decoder_layers import stepped
+from klamp.sampling.decoding_layers import stepped
 
 
 class Layout(NamedTuple):

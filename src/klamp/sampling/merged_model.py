@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from klamp.distributed import settle, whole
 from klamp.errors import ConfigError
 from klamp.kernels import backend
-from klamp.sampling.decoder_layers import step_layers
+from klamp.sampling.decoding_layers import step_layers
+from klamp.sampling.decoding_modules import fast_decoding, lora_layers
 from klamp.sampling.families import check_decoding, check_sampled, is_fast
-from klamp.sampling.fast_modules import fast_decoding, lora_layers
 
 ADAPTER = "default"
 """Name of the trained adapter inside the peft model."""

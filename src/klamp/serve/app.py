@@ -21,8 +21,8 @@ from starlette.requests import ClientDisconnect
 from klamp.errors import Busy, Closed, ConfigError, KlampError, NoSuchModel
 from klamp.serve import engine
 from klamp.serve.engine import Begun, Limits, Piece
+from klamp.serve.openai_answers import Answer, ApiError, Wish, sse
 from klamp.serve.openai_requests import read_wish
-from klamp.serve.openai_responses import Answer, ApiError, Wish, sse
 
 
 class Door(Protocol):

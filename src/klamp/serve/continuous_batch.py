@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from klamp.sampling.caches import accepted
-from klamp.sampling.decode import nucleus
+from klamp.sampling.sampler import nucleus
 
 
 class Row(Protocol):

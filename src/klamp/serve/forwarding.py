@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 from klamp.errors import ConfigError
 from klamp.serve.app import read_body
 from klamp.serve.engine import Limits
-from klamp.serve.openai_responses import ApiError
+from klamp.serve.openai_answers import ApiError
 
 PATHS = ("models", "chat/completions", "completions")
 KEPT = ("content-type", "accept")

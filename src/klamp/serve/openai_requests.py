@@ -6,7 +6,7 @@ from typing import Any
 
 from klamp.errors import shown
 from klamp.serve.engine import Ask, Limits
-from klamp.serve.openai_responses import ApiError, Wish
+from klamp.serve.openai_answers import ApiError, Wish
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0, None),

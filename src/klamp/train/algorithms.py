@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from klamp import estimators as e
+from klamp.advantages import gae, group_advantages, to_go, whiten
 from klamp.kernels import TokenStats
 from klamp.masked import select, sum_count
-from klamp.objectives import gae, group_advantages, to_go, whiten
 from klamp.placements import in_reward
 from klamp.sampling.rollout import Part, Rollout
 from klamp.train.config import KLConfig, ResolvedConfig

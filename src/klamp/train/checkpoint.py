@@ -29,7 +29,7 @@ from klamp.models.optimizer import moments, restore_moments
 from klamp.references import CheckpointStep, StepLag, parse
 from klamp.references.spec import folder_of, saved_steps
 from klamp.sampling.merged_model import ADAPTER
-from klamp.train import data
+from klamp.seeds import random_state, restore_random
 from klamp.train.config import ResolvedConfig
 from klamp.train.learner import Learner
 from klamp.train.model_card import model_card
@@ -207,7 +207,7 @@ def _load(saved: Saved, learner: Learner, control: bool) -> int:
             "be measured against the same reference; restore it, or start a new run."
         )
     randoms = state["random"]
-    data.restore_random(randoms[learner.accelerator.process_index % len(randoms)])
+    restore_random(randoms[learner.accelerator.process_index % len(randoms)])
     return saved.step
 
 
@@ -318,7 +318,7 @@ def _full_weights(folder: Path) -> dict[str, Tensor]:
 def _gather_randoms() -> list[dict[str, Any]]:
     from accelerate.utils import gather_object
 
-    found: list[dict[str, Any]] = gather_object([data.random_state()])
+    found: list[dict[str, Any]] = gather_object([random_state()])
     return found
 
 

@@ -22,11 +22,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from klamp.clamp_scalers import snapshot
 from klamp.masked import Unit, select
 from klamp.monitor import logger
-from klamp.scalers import snapshot
+from klamp.seeds import mix
 from klamp.train.config import KLConfig
-from klamp.train.data import mix
 from klamp.train.metrics import Totals
 
 SPARSE = 4

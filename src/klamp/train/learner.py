@@ -14,6 +14,7 @@ from torch import Tensor
 
 from klamp import estimators as e
 from klamp import trust
+from klamp.clamp_scalers import lora_scaler, snapshot, weights_scaler
 from klamp.control import Control
 from klamp.distributed import settle
 from klamp.masked import sum_count
@@ -25,7 +26,6 @@ from klamp.references.cache import ReferenceCache
 from klamp.references.states import AdapterOff, Reference, make_reference
 from klamp.sampling.merged_model import ADAPTER, MergedModel
 from klamp.sampling.rollout import Part, Rollout, parts
-from klamp.scalers import lora_scaler, snapshot, weights_scaler
 from klamp.train.algorithms import Look, Prepared, algorithm_of, needs_look, prepare
 from klamp.train.config import ResolvedConfig
 from klamp.train.kl_after_update import (

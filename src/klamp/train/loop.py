@@ -23,19 +23,22 @@ from klamp.chat import as_text
 from klamp.errors import ConfigError, KlampError, TrainingError
 from klamp.models.optimizer import check_optimizer
 from klamp.progress import Display, opening
+from klamp.prompts import load_prompts
 from klamp.references import parse
 from klamp.references.states import check_reference
 from klamp.sampling.rollout import Rollout
 from klamp.sampling.sampler import context_of
 from klamp.sampling.server_sampler import Ahead, ServerSampler
-from klamp.train import checkpoint, data
+from klamp.seeds import mix, seed_everything
+from klamp.train import checkpoint
 from klamp.train.config import ResolvedConfig, TrainConfig
 from klamp.train.launch import build_policy, check_tracker, make_accelerator, make_sampler
 from klamp.train.learner import Learner, Outcome
 from klamp.train.metrics import Clock
 from klamp.train.preflight import preflight
+from klamp.train.resume import Changes
 from klamp.train.rewards import RewardFunction, Scorer
-from klamp.train.run_folder import Changes, RunFolder
+from klamp.train.run_folder import RunFolder
 
 
 class Trainer:
@@ -54,7 +57,7 @@ class Trainer:
         self.config, self.changes = self.folder.claim(replace(config, model=models.canonical(config.model)))
         config = self.config
         models.resolve(config.model)
-        self.prompts = data.load(config.prompts, config.model)
+        self.prompts = load_prompts(config.prompts, config.model)
         check_reference(
             parse(config.kl.reference),
             self.folder.path,
@@ -66,7 +69,7 @@ class Trainer:
         self.scorer.check_columns(self.prompts.columns)
         self.accelerator = make_accelerator(config)
         _check_processes(config, self.accelerator.num_processes)
-        data.seed_everything(config.seed, self.accelerator.process_index)
+        seed_everything(config.seed, self.accelerator.process_index)
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
         self.tokenizer = models.load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
@@ -160,7 +163,7 @@ class Trainer:
         picked = self.prompts.of_step(step - 1, config.rollout.prompts, config.seed)
         share = len(picked) // ranks
         own = picked[rank * share : (rank + 1) * share]
-        generator = torch.Generator(self.learner.device).manual_seed(data.mix(config.seed, step, rank, 2))
+        generator = torch.Generator(self.learner.device).manual_seed(mix(config.seed, step, rank, 2))
         rollout = self.sampler.sample([self.encoded[i] for i in own], [self.prompts.given[i] for i in own], generator)
         taken = [i for n, i in enumerate(own) if n not in rollout.left_out]
         repeated = [i for i in taken for _ in range(config.rollout.group_size)]

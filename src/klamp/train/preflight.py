@@ -11,15 +11,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from klamp.clamp_scalers import snapshot
 from klamp.distributed import share, whole
 from klamp.errors import PreflightError
 from klamp.masked import sum_count
 from klamp.models.lora import has_experts
 from klamp.references import Base, CheckpointStep, Ema, Periodic, StepLag
 from klamp.sampling.rollout import Rollout, part
-from klamp.scalers import snapshot
+from klamp.seeds import mix
 from klamp.train.algorithms import needs_look, prepare
-from klamp.train.data import mix
 from klamp.train.learner import Learner
 from klamp.train.rewards import Scored
 from klamp.train.update import loss_of

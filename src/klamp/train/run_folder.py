@@ -19,30 +19,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from klamp import strict_json
-from klamp.config_io import from_yaml, to_dict, to_yaml
-from klamp.errors import ConfigError, shown, writing
-from klamp.references import CheckpointStep, parse
+from klamp.config_io import from_yaml, to_yaml
+from klamp.errors import ConfigError, writing
 from klamp.train.config import ResolvedConfig, TrainConfig
+from klamp.train.resume import Changes, changes
 
-HOW = ("run", "resume", "skip_damaged")
-"""Fields that say how a command goes about a run and nothing about the run itself."""
-MAY_CHANGE = (
-    "steps",
-    "kl.target",
-    "kl.limit",
-    "optim.lr",
-    "optim.value_lr",
-    "save_every",
-    "keep",
-    "sample_every",
-    "track",
-    "preflight",
-    "device",
-    "process_timeout",
-)
-"""Fields that may differ between a run and its resumption. Each change is an event of the run."""
-Changes = dict[str, tuple[Any, Any]]
-"""By field: what it was and what it is now."""
 GO_ON = "run the same command again (klamp train: with --resume) to go on from the last checkpoint"
 
 
@@ -76,7 +57,7 @@ class RunFolder:
             )
         own = self.own_config()
         settled = config.resolved(own)
-        return settled, self._changes(own, settled)
+        return settled, changes(self.path, own, settled)
 
     def begun(self) -> bool:
         """Whether a step of this run is finished: in its metrics, or in a checkpoint."""
@@ -107,21 +88,6 @@ class RunFolder:
     def write_config(self, config: ResolvedConfig) -> None:
         """The resolved configuration."""
         atomic_text(self.path / "config.yaml", to_yaml(config))
-
-    def _changes(self, old: ResolvedConfig, new: ResolvedConfig) -> Changes:
-        """What differs, by field; refused where a run cannot take it."""
-        before, after = _flat(to_dict(old)), _flat(to_dict(new))
-        found = {k: (before.get(k), after.get(k)) for k in after if before.get(k) != after.get(k) and k not in HOW}
-        # Going on from a saved step with that step as the new anchor is said in so many words, and is this run.
-        anchored = isinstance(parse(new.kl.reference), CheckpointStep)
-        for field, (was, now) in found.items():
-            if field not in MAY_CHANGE and not (anchored and field == "kl.reference"):
-                raise ConfigError(
-                    f"‹{field}› is {shown(was)} in run {str(self.path)!r} and cannot become {shown(now)} when it is "
-                    "resumed. Leave it out, or choose another --run. Steps, ‹kl.target›, ‹kl.limit›, ‹optim.lr› and "
-                    "the settings of saving and logging may change."
-                )
-        return found
 
     def note_resumed(self, step: int, changes: Changes) -> None:
         """Write down that the run goes on after ``step``, and what is different from here on."""
@@ -307,11 +273,3 @@ def sync_folder(folder: Path) -> None:
 
 def _plain(x: Any) -> Any:
     return str(x) if isinstance(x, float) and not math.isfinite(x) else x
-
-
-def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested fields by their dotted names."""
-    found: dict[str, Any] = {}
-    for key, value in fields.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found

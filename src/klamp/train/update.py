@@ -26,9 +26,9 @@ from klamp.models.policy import ReferenceStates
 from klamp.objectives import policy_loss, value_loss
 from klamp.placements import in_advantage, in_loss, sequence_exact
 from klamp.sampling.rollout import Part, Rollout, parts
+from klamp.seeds import mix
 from klamp.train.algorithms import Look, Prepared, algorithm_of, estimate
 from klamp.train.config import USUAL_LIMIT, CorrectionConfig, ResolvedConfig
-from klamp.train.data import mix
 from klamp.train.metrics import Accumulator
 
 if TYPE_CHECKING:

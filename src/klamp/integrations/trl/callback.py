@@ -16,6 +16,7 @@ from transformers.trainer_callback import TrainerState
 from trl.trainer.rloo_trainer import RLOOTrainer
 
 from klamp.clamp import LIMIT, Clamped
+from klamp.clamp_scalers import Scaler, lora_scaler, weights_scaler
 from klamp.control import Control
 from klamp.controllers import Controller, State, Target
 from klamp.errors import ConfigError, KlampError, require_number
@@ -24,7 +25,6 @@ from klamp.integrations.trl.checks import Reminder, calling_trainer, controller_
 from klamp.integrations.trl.tokens import Inputs, OwnKL, Recorder, Trainer, counted, policy_of, reduce
 from klamp.masked import Unit
 from klamp.monitor import BAND, Alarm, Monitor, logger
-from klamp.scalers import Scaler, lora_scaler, weights_scaler
 
 SAVED = "klamp.KLControl"
 """The key of klamp's state in ``trainer_state.json``. It names no callback class on purpose: with

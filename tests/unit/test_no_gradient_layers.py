@@ -17,10 +17,10 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from klamp.models import fast_layers, measured_layers
-from klamp.models.measured_layers import SEEN, Captured, CapturedLayers, Stack
-from klamp.models.measured_layers import measured_layers as write_out
-from klamp.sampling import fast_modules
+from klamp.models import no_gradient_layers, training_layers
+from klamp.models.no_gradient_layers import SEEN, Captured, CapturedLayers, Stack
+from klamp.models.no_gradient_layers import measured_layers as write_out
+from klamp.sampling import decoding_modules
 
 
 class Replay:
@@ -76,7 +76,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's operations for those of a GPU."""
     triton_layers = pytest.importorskip("klamp.kernels.triton_layers")
     monkeypatch.setattr(triton_layers, "rotate", rotate)
-    monkeypatch.setattr(measured_layers, "in_half", lambda x: x.dtype == torch.bfloat16)
+    monkeypatch.setattr(no_gradient_layers, "in_half", lambda x: x.dtype == torch.bfloat16)
     monkeypatch.setattr(CapturedLayers, "_capture", captured)
     monkeypatch.setattr(Replay, "made", 0)
     torch.manual_seed(0)
@@ -88,8 +88,8 @@ def made_of(made: Any) -> Any:
     for name, p in made.named_parameters():
         if "lora_" in name:
             p.data = 0.2 * torch.randn(p.shape)
-    fast_layers.fast_lora(made)
-    fast_modules.fast_norms(made)
+    training_layers.fast_lora(made)
+    decoding_modules.fast_norms(made)
     write_out(made)
     return made
 
@@ -109,15 +109,15 @@ def kept_by(model: Any) -> CapturedLayers:
 @torch.no_grad()
 def states(model: Any, ids: Tensor, *, off: bool = False, alone: bool = False, quick: bool = True) -> Tensor:
     """The last states; ``alone`` layer by layer, and not ``quick`` by transformers' and peft's layers."""
-    layers, backbone = fast_modules.lora_layers(model), model.get_base_model().model
+    layers, backbone = decoding_modules.lora_layers(model), model.get_base_model().model
     attention = torch.ones_like(ids)
     attention[0, :2] = 0
     stack = stack_of(model)
     with torch.autocast("cpu", dtype=torch.bfloat16), contextlib.ExitStack() as on:
         if off:
-            on.enter_context(fast_layers.adapter(layers, None))
+            on.enter_context(training_layers.adapter(layers, None))
         if quick:
-            on.enter_context(fast_layers.narrowed(layers, model.__dict__.setdefault("kept", {})))
+            on.enter_context(training_layers.narrowed(layers, model.__dict__.setdefault("kept", {})))
         for layer in backbone.layers:
             layer.forward.stack = None if alone else stack
         found: Tensor = backbone(input_ids=ids, attention_mask=attention, use_cache=False).last_hidden_state
@@ -175,7 +175,7 @@ def test_layers_with_windows_of_their_own_keep_their_masks(monkeypatch: pytest.M
 
 
 def test_few_shapes_are_kept_and_a_copy_of_the_model_has_none(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured_layers, "KEPT", 2)
+    monkeypatch.setattr(no_gradient_layers, "KEPT", 2)
     for length in (5, 6, 7):
         for _ in range(SEEN + 1):
             states(model, torch.randint(32, (2, length)))

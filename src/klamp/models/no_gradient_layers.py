@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from klamp.kernels.layers import adapted
-from klamp.models.fast_layers import QUICK, SILU, LoraForward, in_half, is_wide, weight_and_bias
-from klamp.sampling.decoder_layers import LLAMAS
-from klamp.sampling.fast_modules import NormForward
+from klamp.models.training_layers import QUICK, SILU, LoraForward, in_half, is_wide, weight_and_bias
+from klamp.sampling.decoding_layers import LLAMAS
+from klamp.sampling.decoding_modules import NormForward
 
 MAPS = (("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")), ("mlp", ("gate_proj", "up_proj", "down_proj")))
 SMALL = 1 << 25

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from klamp.models import fast_layers, measured_layers
-from klamp.sampling import fast_modules
+from klamp.models import no_gradient_layers, training_layers
+from klamp.sampling import decoding_modules
 
 
 def model(dtype: torch.dtype = torch.float64) -> Any:
@@ -59,7 +59,7 @@ def outcome(made: Any) -> list[Tensor]:
 def test_lora_is_pefts(settings: dict[str, Any]) -> None:
     made = adapted(**settings)
     before = outcome(made)
-    fast_layers.fast_lora(made)
+    training_layers.fast_lora(made)
     torch.testing.assert_close(outcome(made), before, rtol=1e-9, atol=0)
 
 
@@ -69,7 +69,7 @@ def test_lora_is_pefts(settings: dict[str, Any]) -> None:
 def test_lora_in_float32_is_pefts_but_for_the_order_of_sums(settings: dict[str, Any], rtol: float) -> None:
     made = adapted(torch.float32, **settings)
     before = outcome(made)
-    fast_layers.fast_lora(made)
+    training_layers.fast_lora(made)
     torch.testing.assert_close(outcome(made), before, rtol=rtol, atol=1e-6 if rtol else 0)
 
 
@@ -79,13 +79,13 @@ def test_an_adapter_wider_than_its_base_is_pefts() -> None:
         if "lora_" in name:
             p.data = p.data.double()
     before = outcome(made)
-    fast_layers.fast_lora(made)
+    training_layers.fast_lora(made)
     torch.testing.assert_close(outcome(made), before, rtol=0, atol=0)
 
 
 def test_dropout_in_training_is_pefts_business() -> None:
     made = adapted(lora_dropout=0.5).train()
-    fast_layers.fast_lora(made)
+    training_layers.fast_lora(made)
     torch.manual_seed(3)
     ours = made(input_ids=ids()).logits
     torch.manual_seed(4)
@@ -102,14 +102,14 @@ def test_adapters_are_switched_as_peft_switches_them() -> None:
         base = made(input_ids=ids()).logits
     policy = made(input_ids=ids()).logits
     trained = {n for n, p in made.named_parameters() if p.requires_grad}
-    fast_layers.fast_lora(made)
-    layers = fast_modules.lora_layers(made)
-    with fast_layers.adapter(layers, None):
+    training_layers.fast_lora(made)
+    layers = decoding_modules.lora_layers(made)
+    with training_layers.adapter(layers, None):
         torch.testing.assert_close(made(input_ids=ids()).logits, base, rtol=1e-9, atol=1e-12)
-    with fast_layers.adapter(layers, "other"):
+    with training_layers.adapter(layers, "other"):
         torch.testing.assert_close(made(input_ids=ids()).logits, other, rtol=1e-9, atol=1e-12)
         assert {n for n, p in made.named_parameters() if p.requires_grad} == trained
-    with pytest.raises(RuntimeError), fast_layers.adapter(layers, None):
+    with pytest.raises(RuntimeError), training_layers.adapter(layers, None):
         raise RuntimeError
     torch.testing.assert_close(made(input_ids=ids()).logits, policy, rtol=1e-9, atol=1e-12)
 
@@ -160,9 +160,9 @@ def test_norms_are_transformers() -> None:
     for p in made.parameters():
         p.requires_grad_(True)
     before = outcome(made)
-    fast_modules.fast_norms(made)
+    decoding_modules.fast_norms(made)
     norms = [m for m in made.modules() if type(m).__name__ == "LlamaRMSNorm"]
-    assert all(isinstance(m.forward, fast_modules.NormForward) for m in norms)
+    assert all(isinstance(m.forward, decoding_modules.NormForward) for m in norms)
     # transformers computes the norm in float32 whatever it is given, so float64 says nothing here.
     torch.testing.assert_close(outcome(made), before, rtol=1e-4, atol=1e-6)
     wide = norms[0](torch.ones(2, 48, dtype=torch.bfloat16))
@@ -191,8 +191,8 @@ def decoded(made: Any) -> list[Tensor]:
 def test_decoding_is_transformers() -> None:
     made = model(torch.float32)
     before = decoded(made)
-    fast_modules.fast_decoding(made)
-    assert made.config._attn_implementation == fast_modules.GROUPED
+    decoding_modules.fast_decoding(made)
+    assert made.config._attn_implementation == decoding_modules.GROUPED
     # Other orders of float32 sums, and norms with one rounding fewer.
     torch.testing.assert_close(decoded(made), before, rtol=1e-4, atol=1e-5)
 
@@ -201,13 +201,13 @@ def test_without_a_mask_of_its_own_grouped_attention_is_sdpa() -> None:
     made = model(torch.float32)
     attention = torch.tensor([[1] * 7, [0] * 2 + [1] * 5, [1] * 7])
     before = made(input_ids=ids(), attention_mask=attention).logits
-    fast_modules.fast_decoding(made)
+    decoding_modules.fast_decoding(made)
     torch.testing.assert_close(made(input_ids=ids(), attention_mask=attention).logits, before, rtol=1e-4, atol=1e-5)
 
 
 def test_a_copy_of_a_lean_model_runs_on_its_own_weights() -> None:
     made = model(torch.float32)
-    fast_modules.fast_norms(made)
+    decoding_modules.fast_norms(made)
     other = copy.deepcopy(made)
     with torch.no_grad():
         for p in made.parameters():
@@ -221,12 +221,12 @@ def test_the_maps_of_a_measured_layer_are_its_lora_layers() -> None:
     for name, p in made.named_parameters():
         if "lora_" not in name:
             p.data = p.data.bfloat16()
-    fast_layers.fast_lora(made)
-    fast_modules.fast_norms(made)
-    measured_layers.measured_layers(made)
-    layers = fast_modules.lora_layers(made)
+    training_layers.fast_lora(made)
+    decoding_modules.fast_norms(made)
+    no_gradient_layers.measured_layers(made)
+    layers = decoding_modules.lora_layers(made)
     inner = made.get_base_model().model.layers
-    names = [(where, name) for where, each in measured_layers.MAPS for name in each]
+    names = [(where, name) for where, each in no_gradient_layers.MAPS for name in each]
 
     @torch.no_grad()
     def same() -> bool:
@@ -242,15 +242,15 @@ def test_the_maps_of_a_measured_layer_are_its_lora_layers() -> None:
         return all(told)
 
     kept: dict[int, tuple[Tensor, Tensor]] = {}
-    with fast_layers.narrowed(layers, kept):
+    with training_layers.narrowed(layers, kept):
         assert same()
         assert inner[0].forward.maps()[0].down is not None
     assert inner[0].forward.maps() is None, "nothing is cast, so the layer's own forward runs"
     with torch.no_grad():
         layers[0].lora_B["default"].weight.mul_(3)
-    with fast_layers.narrowed(layers, kept):
+    with training_layers.narrowed(layers, kept):
         assert same(), "cast anew"
-    with fast_layers.adapter(layers, None), fast_layers.narrowed(layers, kept):
+    with training_layers.adapter(layers, None), training_layers.narrowed(layers, kept):
         assert same()
         assert inner[0].forward.maps()[0].down is None
     assert not any(layer._disable_adapters for layer in layers)

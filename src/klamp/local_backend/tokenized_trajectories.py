@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from klamp.advantages import group_advantages
 from klamp.chat import Encoder, Row
 from klamp.errors import ConfigError, require_number
 from klamp.local_backend.arguments import Arguments
-from klamp.objectives import group_advantages
 from klamp.sampling.rollout import Rollout, collate
 from klamp.train.rewards import Scored
 
