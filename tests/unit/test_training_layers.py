@@ -147,7 +147,7 @@ def test_adapters_loaded_one_after_another_are_cast_into_memory_of_their_shapes(
             made.delete_adapter("reference")
         made.add_adapter("reference", copy.deepcopy(made.peft_config["default"]))
         policy.find_layers()
-        with torch.no_grad(), policy.with_adapter("reference"), fast_layers.narrowed(policy.layers, policy.narrow):
+        with torch.no_grad(), policy.with_adapter("reference"), training_layers.narrowed(policy.layers, policy.narrow):
             for layer in policy.layers:
                 down, up, _ = layer.forward.narrow
                 assert torch.equal(down, layer.lora_A["reference"].weight.bfloat16())

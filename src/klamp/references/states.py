@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from klamp.clamp_scalers import interpolate
 from klamp.distributed import digest, put, settle
 from klamp.errors import ConfigError
 from klamp.kernels import head_of
@@ -24,7 +25,6 @@ from klamp.references import AdapterPath, Base, CheckpointStep, Ema, FrozenModel
 from klamp.references.spec import newest_before, step_folder
 from klamp.sampling.merged_model import ADAPTER
 from klamp.sampling.rollout import Part
-from klamp.scalers import interpolate
 
 REFERENCE = "klamp_reference"
 """Name of the reference's adapter inside the peft model; never saved."""
