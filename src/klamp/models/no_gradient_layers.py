@@ -167,7 +167,7 @@ class CapturedLayers:
             self.graphs.move_to_end(key)
             return self.graphs[key](given)
         times = self.met.pop(key, 0) + 1
-        if times <= SEEN or self.refused:
+        if times <= SEEN or self.refused or not _current(x):
             self.met[key] = times
             while len(self.met) > KEPT:
                 self.met.popitem(last=False)
@@ -200,6 +200,11 @@ class CapturedLayers:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         return Captured(graph, own, found)
+
+
+def _current(x: Tensor) -> bool:
+    """Whether a tensor lies where this thread's kernels go: a graph is captured on the current device's stream."""
+    return not x.is_cuda or x.device.index == torch.cuda.current_device()
 
 
 class Map:

@@ -82,7 +82,7 @@ class MergedModel:
             # A module's attributes take a microsecond each; the dictionaries behind them take none.
             sides = (layer._modules[side]._modules[ADAPTER]._parameters["weight"] for side in ("lora_A", "lora_B"))
             matrices += map(whole, sides)
-        if len(self.narrow) != len(matrices):
+        if [m.shape for m in self.narrow] != [m.shape for m in matrices]:
             dtypes = [base.dtype for _, base, _ in quick for _ in range(2)]
             self.narrow = [torch.empty_like(m, dtype=dtype) for m, dtype in zip(matrices, dtypes, strict=True)]
         if quick:

@@ -196,7 +196,7 @@ class OptimConfig:
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm; 0: not at all."""
     micro_batch: int = 0
-    """Sequences per forward pass; 0: the whole share at once. It changes memory, not the result."""
+    """Sequences per forward pass; 0: the whole share at once. It changes memory, not the result, beyond rounding."""
     checkpointing: bool = False
     """Keep the states between layers only and compute the rest again for the gradient: less memory, more time."""
     on_nonfinite: Literal["skip", "stop"] = "skip"
