@@ -124,10 +124,10 @@ def test_a_feed_forward_without_an_adapter_rounds_alike_with_a_gradient_and_with
         return (torch.nn.functional.silu(gate.float()) * up.float()).to(gate.dtype)
 
     monkeypatch.setattr(layers, "gated", once)
-    monkeypatch.setattr(fast_layers, "in_half", lambda x: True)
+    monkeypatch.setattr(training_layers, "in_half", lambda x: True)
     mlp = model(torch.bfloat16).model.layers[0].mlp
     x = torch.randn(3, 7, 48, dtype=torch.bfloat16, requires_grad=True)
-    fast = fast_layers.MlpForward(mlp)
+    fast = training_layers.MlpForward(mlp)
     assert torch.equal(fast(x), mlp.down_proj(once(mlp.gate_proj(x), mlp.up_proj(x))))
     mlp.double()
     monkeypatch.setattr(layers, "gated", lambda gate, up: torch.nn.functional.silu(gate) * up)
