@@ -199,7 +199,7 @@ def run(job: Job, known: dict[str, Any]) -> dict[str, Any]:
 
 def fresh(trainer: Any) -> list[float]:
     """KL of the final policy on completions of its own, and its standard error over prompts."""
-    from klamp.experiments.jobs import token_kl
+    from klamp.experiments.job_process import token_kl
 
     each, counts = [], []
     per = trainer.config.rollout.prompts

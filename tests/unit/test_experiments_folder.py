@@ -234,7 +234,7 @@ def test_the_frontier_is_what_nothing_beats() -> None:
 
 
 def test_reference_json_that_is_not_klamps_is_named(tmp_path: Path) -> None:
-    from klamp.experiments.jobs import read_reference
+    from klamp.experiments.job_process import read_reference
 
     file = tmp_path / "reference.json"
     for text in ("", "[]", json.dumps({"probes": []})):

@@ -18,9 +18,9 @@ import torch
 from klamp import models
 from klamp.errors import ConfigError
 from klamp.measure import Measurement, measure_kl
-from klamp.measure.intervals import Ratio, total
 from klamp.measure.page import headline, page, show
 from klamp.measure.run import Store
+from klamp.measure.summary import Ratio, total
 from klamp.results.statistics import student
 
 PROMPTS = ["The coffee", "The movie", "My new phone", "The hotel", "This book", "The park"]

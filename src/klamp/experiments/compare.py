@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 from klamp import models
 from klamp.errors import ConfigError, require_number, unknown
-from klamp.experiments import jobs, runner
+from klamp.experiments import job_process, runner
 from klamp.experiments.folder import Folder, read_settings
-from klamp.experiments.jobs import Job
+from klamp.experiments.job_process import Job
 from klamp.masked import Unit, check_unit
 from klamp.progress import Progress
 from klamp.prompts import load_prompts
@@ -275,7 +275,7 @@ def load(path: Path, config: ResolvedComparison, chosen: Sequence[Arm]) -> Compa
         for beta in fine_constants(float(best.kl["beta"])):
             constants[constant_arm(beta).name] = _records(config, folder, constant_arm(beta))
     oracle = best_constant(constants, target, config.steps) if constants else None
-    reference = jobs.read_reference(folder.reference)
+    reference = job_process.read_reference(folder.reference)
     return Comparison(path, target, config.per, arms, constants, oracle, reference)
 
 
@@ -312,13 +312,13 @@ def run_folder(folder: Folder, arm: Arm, seed: int) -> Path:
 
 def _coarse(config: ResolvedComparison, folder: Folder) -> list[Arm]:
     per = config.per
-    length = 1.0 if per == "sequence" else float(jobs.read_reference(folder.reference)["length"])
+    length = 1.0 if per == "sequence" else float(job_process.read_reference(folder.reference)["length"])
     return [constant_arm(b) for b in coarse_constants(config.target, length)]
 
 
 def _job(config: ResolvedComparison, folder: Folder, arm: Arm, seed: int) -> Job:
     made = config.train_config(arm, seed, run_folder(folder, arm, seed))
-    return jobs.job(f"{arm.name} seed {seed}", made, folder.reference, heldout=config.heldout)
+    return job_process.job(f"{arm.name} seed {seed}", made, folder.reference, heldout=config.heldout)
 
 
 def _check_runs(config: ResolvedComparison, chosen: Sequence[Arm], folder: Folder) -> None:

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any
 
 from klamp.errors import ConfigError, ExperimentError, require_number
-from klamp.experiments.jobs import Job
+from klamp.experiments.job_process import Job
 from klamp.progress import Progress
 
 PATIENCE = 60.0
@@ -120,7 +120,7 @@ class Worker:
         self.events = events
         with log.open("wb") as handle:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "klamp.experiments.jobs"],
+                [sys.executable, "-m", "klamp.experiments.job_process"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=handle,
@@ -268,7 +268,7 @@ def _work(job: dict[str, Any]) -> str | None:
     import torch
 
     from klamp.errors import KlampError
-    from klamp.experiments.jobs import run_job
+    from klamp.experiments.job_process import run_job
 
     torch.set_num_threads(1)
     try:

@@ -11,9 +11,9 @@ from typing import Any, Literal
 from klamp import models
 from klamp.config_io import from_yaml
 from klamp.errors import ConfigError, require_number
-from klamp.experiments import jobs, runner, sweep_grammar
+from klamp.experiments import job_process, runner, sweep_grammar
 from klamp.experiments.folder import Folder
-from klamp.experiments.jobs import Job
+from klamp.experiments.job_process import Job
 from klamp.experiments.sweep_grammar import unused
 from klamp.progress import Progress
 from klamp.prompts import load_prompts
@@ -194,7 +194,7 @@ def load(config: SweepConfig, folder: Folder) -> Sweep:
     targets = {None if unused("kl.target", made) else made.kl.goal for _, _, made in planned}
     target = targets.pop() if len(targets) == 1 else None
     points = [Point(name, c, runs, figures(name, runs, target)) for name, (c, runs) in grouped.items()]
-    return Sweep(folder.path, points, target, planned[0][2].kl.unit, jobs.read_reference(folder.reference))
+    return Sweep(folder.path, points, target, planned[0][2].kl.unit, job_process.read_reference(folder.reference))
 
 
 def table(found: Sweep) -> Any:
@@ -234,7 +234,7 @@ def sentence(found: Sweep) -> str:
 
 
 def _job(config: SweepConfig, folder: Folder, label: str, made: ResolvedConfig) -> Job:
-    return jobs.job(f"{label} seed {made.seed}", made, folder.reference.resolve(), heldout=config.heldout)
+    return job_process.job(f"{label} seed {made.seed}", made, folder.reference.resolve(), heldout=config.heldout)
 
 
 def _finished(made: ResolvedConfig) -> bool:

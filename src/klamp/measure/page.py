@@ -11,8 +11,8 @@ import math
 import unicodedata
 from typing import Any
 
-from klamp.measure.intervals import Estimate
 from klamp.measure.run import Measurement
+from klamp.measure.summary import Estimate
 
 HEAVY = 2.0
 """Nats at which a token has its darkest shade, as on the page of a run."""

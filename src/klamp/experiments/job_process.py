@@ -1,4 +1,4 @@
-"""One run of an experiment, and the process that runs it: ``python -m klamp.experiments.jobs``.
+"""One run of an experiment, and the process that runs it: ``python -m klamp.experiments.job_process``.
 
 A run is a training run that also reads held-out text and writes what it says at fixed prompts. ``reference.json`` is
 made once for an experiment: samples of the reference, what it says at the fixed prompts, and its perplexities. Every
