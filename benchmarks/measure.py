@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from klamp import models
-from klamp.measure.pair import load_pair
 from klamp.measure.run import Settings, _Source
 from klamp.measure.scoring import records
+from klamp.measure.two_models import load_pair
 from train_step import random_weights
 
 CUDA = torch.cuda.is_available()

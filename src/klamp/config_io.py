@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from klamp.compat.settings import foreign
+from klamp.compat.foreign_settings import foreign
 from klamp.errors import ConfigError, shown, unknown
 
 T = TypeVar("T")

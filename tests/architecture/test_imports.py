@@ -25,7 +25,7 @@ LAYERS = [
     {"control"},
     # what is built on it
     {"compat", "progress", "seeds"},
-    {"config_io"},
+    {"config_io", "rounding_floor"},
     {"audit", "sampling"},
     {"models"},
     {"prompts"},

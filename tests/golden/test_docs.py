@@ -15,7 +15,7 @@ import torch
 
 import klamp
 from klamp import compat
-from klamp.compat.settings import FOREIGN
+from klamp.compat.foreign_settings import FOREIGN
 from klamp.config_io import fields_of, from_yaml
 from klamp.train.config import TrainConfig
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from klamp import models
 from klamp.errors import ConfigError, KlampError
-from klamp.measure.pair import load_pair
+from klamp.measure.two_models import load_pair
 from klamp.models import fetch
 from klamp.models.lora import check_folder
 from klamp.references.spec import folder_of

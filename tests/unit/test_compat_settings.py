@@ -9,7 +9,7 @@ import pytest
 
 from klamp import ConfigError
 from klamp.cli import main
-from klamp.compat.settings import FOREIGN, foreign
+from klamp.compat.foreign_settings import FOREIGN, foreign
 from klamp.config_io import fields_of, from_dict, from_yaml
 from klamp.train.config import TrainConfig
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from klamp.rounding_floor import warn_near_floor
 from klamp.train.config import KLConfig, OptimConfig, TrainConfig
-from klamp.train.kl_after_update import warn_near_floor
 from klamp.train.kl_config import control_of
 from klamp.train.loop import Trainer
 
@@ -40,8 +40,8 @@ def test_at_the_floor_the_controller_reads_nothing_and_at_the_target_the_target(
 
 def test_a_target_near_the_floor_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        warn_near_floor(KLConfig(target=0.009, per="token"), 0.002)
+        warn_near_floor(0.009, "token", 0.002)
     assert "less than 5 times the floor" in caplog.text
     caplog.clear()
-    warn_near_floor(KLConfig(target=0.02, per="token"), 0.002)
+    warn_near_floor(0.02, "token", 0.002)
     assert not caplog.text

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from klamp import kernels
 from klamp.errors import ConfigError
-from klamp.kernels.heads import SOFTCAPS
+from klamp.kernels.lm_heads import SOFTCAPS
 
 
 class Backbone(nn.Module):

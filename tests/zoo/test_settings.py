@@ -13,8 +13,8 @@ from families import build
 from torch import Tensor
 
 from klamp.errors import ConfigError
-from klamp.measure.pair import Pair, load_pair
 from klamp.measure.scoring import both_ways
+from klamp.measure.two_models import Pair, load_pair
 from klamp.sampling.rollout import collate, part
 from klamp.sampling.sampler import Sampler
 from klamp.train.config import AlgorithmConfig, KLConfig, OptimConfig, RolloutConfig

@@ -195,7 +195,7 @@ def _answer_foreign(args: list[str], said: str) -> None:
 
     verl's users write ``algorithm.kl_ctrl.kl_coef=0.1`` and ``+algorithm...``, as Hydra has it.
     """
-    from klamp.compat.settings import foreign
+    from klamp.compat.foreign_settings import foreign
 
     unrecognised = re.sub(r"[│\s]+", " ", said).partition("Unrecognized options: ")[2].partition("──")[0]
     for flag in (item.partition("=")[0] for item in args if item.startswith("--") or "=" in item):

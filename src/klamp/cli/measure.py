@@ -82,8 +82,8 @@ def _measure(
     """Measure, write the files and print the summary; processes other than the first only help."""
     import transformers  # noqa: F401  # if it is missing, that is said before anything else is
 
-    from klamp.measure.pair import sides
     from klamp.measure.run import measure_kl
+    from klamp.measure.two_models import sides
 
     asked = sides(policy, reference, prompts)
     folder = asked.out() if out is None else Path(out)

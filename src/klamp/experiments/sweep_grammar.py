@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from klamp.compat.settings import foreign
+from klamp.compat.foreign_settings import foreign
 from klamp.config_io import convert, fields_of, from_dict
 from klamp.errors import ConfigError, unknown
 from klamp.train.config import TrainConfig

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from klamp.errors import ConfigError, unknown
 from klamp.kernels import autograd, eager, jacobians
-from klamp.kernels.heads import HeadSpec, head_of, matches, why_full_logits
-from klamp.kernels.heads import token_stats_from_logits as _from_logits
+from klamp.kernels.lm_heads import HeadSpec, head_of, matches, why_full_logits
+from klamp.kernels.lm_heads import token_stats_from_logits as _from_logits
 from klamp.kernels.loss_terms import Asked, ask
 from klamp.kernels.types import FORMS, Form, Number, Ops, Scaling, TokenStats, Work, prepare, side
 

@@ -22,9 +22,9 @@ import torch
 from klamp import models
 from klamp.chat import Prompt, problem
 from klamp.errors import ConfigError, require_number, writing
-from klamp.measure.pair import Pair, Sides, load_pair, sides
 from klamp.measure.scoring import GO_ON, Settings, Store, given, records, token_map
 from klamp.measure.summary import Estimate, Figures, total
+from klamp.measure.two_models import Pair, Sides, load_pair, sides
 from klamp.sampling.rollout import Rollout
 from klamp.sampling.sampler import Sampler, context_of, end_ids
 from klamp.sampling.server_sampler import ServedSampler

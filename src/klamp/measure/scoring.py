@@ -21,7 +21,7 @@ from klamp.chat import Prompt, as_text
 from klamp.errors import ConfigError, writing
 from klamp.kernels import TokenStats
 from klamp.masked import select
-from klamp.measure.pair import Pair
+from klamp.measure.two_models import Pair
 from klamp.models.policy import ReferenceStates, score
 from klamp.sampling.rollout import Part, Rollout, collate, part
 from klamp.train.run_folder import atomic_text, no_links_out, read_jsonl

@@ -12,7 +12,7 @@ from klamp.errors import ConfigError
 from klamp.experiments import compare, sweep
 from klamp.experiments.compare import named_arm, parse_arms
 from klamp.experiments.folder import SETTINGS, Folder, read_settings
-from klamp.report import findings, image
+from klamp.report import headline, image
 from klamp.report.charts import View, make_arm
 from klamp.report.html import render
 from klamp.results import records, verdict
@@ -116,17 +116,17 @@ def runs_view(found: list[Record]) -> View:
         )
     target, per = targets.pop() if len(targets) == 1 else None, units.pop()
     arms = [make_arm(name, runs, i, len(groups), target) for i, (name, runs) in enumerate(groups.items())]
-    arms = [replace(arm, verdict=findings.verdict(arm, target)) for arm in arms]
+    arms = [replace(arm, verdict=headline.verdict(arm, target)) for arm in arms]
     return View(
         kind="runs",
         title=arms[0].name if len(arms) == 1 else "report",
-        headline=findings.headline(arms, target, per),
-        sentence=findings.sentence(arms, target),
+        headline=headline.headline(arms, target, per),
+        sentence=headline.sentence(arms, target),
         arms=arms,
         target=target,
         per=per,
         settings=_shown(found[0].config),
-        notes=findings.notes(found[0].config) if len(arms) == 1 else "",
+        notes=headline.notes(found[0].config) if len(arms) == 1 else "",
     )
 
 

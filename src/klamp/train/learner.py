@@ -24,6 +24,7 @@ from klamp.monitor import Alarm
 from klamp.references import parse
 from klamp.references.cache import ReferenceCache
 from klamp.references.states import AdapterOff, Reference, make_reference
+from klamp.rounding_floor import measure_floor, reads_rounding, warn_near_floor
 from klamp.sampling.merged_model import ADAPTER, MergedModel
 from klamp.sampling.rollout import Part, Rollout, parts
 from klamp.train.algorithms import Look, Prepared, algorithm_of, needs_look, prepare
@@ -31,11 +32,8 @@ from klamp.train.config import ResolvedConfig
 from klamp.train.kl_after_update import (
     KLMeasurement,
     Sums,
-    measure_floor,
     moments,
-    reads_rounding,
     relative_error,
-    warn_near_floor,
 )
 from klamp.train.kl_config import control_of
 from klamp.train.launch import shard_like_policy
@@ -194,7 +192,7 @@ class Learner:
     def _first_price(self, rollout: Rollout, prepared: Prepared, anchors: Anchors) -> Control:
         """The control with its first price, from the first batch; every process has the same numbers."""
         floor = self._floor(rollout, prepared, anchors)
-        warn_near_floor(self.config.kl, floor)
+        warn_near_floor(self.config.kl.goal, self.config.kl.unit, floor)
         mask = prepared.counted
         sums = self.reduce(torch.stack([mask.sum().double(), mask.any(1).sum().double()]))
         length = float(sums[0] / sums[1].clamp(min=1))
