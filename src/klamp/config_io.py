@@ -34,6 +34,14 @@ def to_dict(config: Any) -> dict[str, Any]:
     return typing.cast(dict[str, Any], plain(dataclasses.asdict(config)))
 
 
+def flat(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested fields by their dotted names."""
+    found: dict[str, Any] = {}
+    for key, value in fields.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
+
+
 def to_yaml(config: Any) -> str:
     """The configuration as YAML, in the order of its fields."""
     import yaml

@@ -293,4 +293,5 @@ def test_the_mean_of_bfloat16_weights_follows_them(words_model: str, tmp_path: P
         reference.after_step(step)
     followed = torch.cat([p.float().flatten() for p in reference.side.model.parameters()]) - start
     share = float((followed * moved).sum() / moved.square().sum())
-    assert share == pytest.approx(1 - 0.99**50, abs=0.03)  # 0.39
+    # 0.395: a million weights come within 3e-4 of it, the few of this model, rounded at random, within 0.024.
+    assert share == pytest.approx(1 - 0.99**50, abs=0.03)

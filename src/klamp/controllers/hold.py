@@ -27,7 +27,7 @@ PRESETS = {"conservative": 0.02, "moderate": 0.08, "aggressive": 0.15}
 LEAST, DRIVES, RATES = 1e-3, (0.05, 20.0), (math.log(1 / 400), math.log(1 / 2))
 """Where x, rho* / rho and log rate are cut off, so that arithmetic stays finite."""
 
-DOUBT = 2.0  # a price that was told falls no lower than half of it: constants that hold targets lie at 0.5 to 1.7 of it
+DOUBT = 2.0  # a price that was told falls no lower than half of it: constants that hold targets lie at 0.5 to 1.9 of it
 FIRST_RATE = 0.05  # a climb to the target in 20 steps; real ones take 3 to 80
 WALK = 0.15  # share of gradient noise in the climb at the target; by noise alone KL, not x, grows evenly: a random walk
 MOMENTUM = 0.28  # share of a step's own push in the pace: delays of 1 to 5 steps and Adam's ten, met in the middle

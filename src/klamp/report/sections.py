@@ -9,6 +9,7 @@ from importlib import metadata
 from typing import Any
 
 from klamp import __version__
+from klamp.config_io import flat
 from klamp.monitor import BAND
 from klamp.report.charts import Arm, View
 from klamp.results.records import MOST_ALARMS, Record
@@ -251,7 +252,10 @@ def alarms(view: View) -> Alarms:
 
 def settings(view: View) -> dict[str, Any]:
     """The configuration in rows, and the versions of what the figures depend on."""
-    return {**_flat(view.settings), **{f"version of {k}": v for k, v in versions().items()}} if view.settings else {}
+    if not view.settings:
+        return {}
+    given = {name: _listed(value) for name, value in flat(view.settings).items()}
+    return {**given, **{f"version of {k}": v for k, v in versions().items()}}
 
 
 def versions() -> dict[str, str]:
@@ -265,11 +269,5 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
-    return flat
+def _listed(value: Any) -> Any:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from klamp.config_io import to_dict
+from klamp.config_io import flat, to_dict
 from klamp.errors import ConfigError, shown
 from klamp.references import CheckpointStep, parse
 from klamp.train.config import ResolvedConfig
@@ -33,7 +33,7 @@ Changes = dict[str, tuple[Any, Any]]
 
 def changes(run: Path, old: ResolvedConfig, new: ResolvedConfig) -> Changes:
     """What differs between a run and its resumption, by field; refused where a run cannot take it."""
-    before, after = _flat(to_dict(old)), _flat(to_dict(new))
+    before, after = flat(to_dict(old)), flat(to_dict(new))
     found = {k: (before.get(k), after.get(k)) for k in after if before.get(k) != after.get(k) and k not in HOW}
     # Going on from a saved step with that step as the new anchor is said in so many words, and is this run.
     anchored = isinstance(parse(new.kl.reference), CheckpointStep)
@@ -44,12 +44,4 @@ def changes(run: Path, old: ResolvedConfig, new: ResolvedConfig) -> Changes:
                 "resumed. Leave it out, or choose another --run. Steps, ‹kl.target›, ‹kl.limit›, ‹optim.lr› and "
                 "the settings of saving and logging may change."
             )
-    return found
-
-
-def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested fields by their dotted names."""
-    found: dict[str, Any] = {}
-    for key, value in fields.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return found
