@@ -49,13 +49,15 @@ def row(i: int) -> dict[str, float]:
     kl = 0.05 * math.exp(noise.gauss(0, 0.1))
     names = ("kl/ref/k1", "kl/ref/k3", "kl/sampler/k1", "kl/clamp/before", "kl/clamp/after", "kl/clamp/effort")
     names += ("kl/clamp/limit", "kl/clamp/level", "loss/policy", "loss/price", "policy/clipped", "policy/entropy")
+    names += ("kl/noise", "reward/no_signal")
     names += ("reward/vader", "reward/failed", "length/mean", "length/ended", "reward/std", "train/tokens")
     names += ("policy/spread", "train/skipped", "train/lr", "train/grad_norm", "time/sample", "time/reward")
     names += ("time/update", "time/watch", "time/step", "time/tokens_per_second")
     given = {"kl/ref/exact": kl, "kl/steered": kl, "kl/beta": 0.4 + 0.1 * noise.random(), "kl/target": 0.05}
     given |= {"kl/in_band": 1.0, "reward/mean": 0.5 + noise.gauss(0, 0.1)}
     given |= {name: noise.random() for name in names}
-    return given if i % 5 else given | {"heldout/perplexity": 9.0, "heldout/perplexity_reference": 6.0}
+    read = {"heldout/perplexity": 9.0, "heldout/perplexity_reference": 6.0, "kl/fresh": kl, "kl/fresh_noise": 0.04}
+    return given if i % 5 else given | read
 
 
 def imported(run: Path) -> str:

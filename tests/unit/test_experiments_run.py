@@ -48,6 +48,10 @@ def test_arms_share_prompts_seeds_and_the_first_batch(whole: Path) -> None:
     assert {r["kl/beta"] for r in static} == {0.04}
     assert "heldout/perplexity" in static[-1]
     assert "heldout/perplexity_reference" in static[-1]
+    for found in (static, hold):
+        assert [r["step"] for r in found if "kl/fresh" in r] == [4]
+        assert 0 < found[-1]["kl/fresh"] < 0.1
+        assert 0 < found[-1]["kl/fresh_noise"] < 0.3, "256 samples know the KL well"
     reference = json.loads((whole / "reference.json").read_text())
     # Four steps went 0.02 nats a token away from the reference, which is 1 % of its perplexity.
     assert reference["perplexity"]["heldout"] == pytest.approx(static[-1]["heldout/perplexity"], rel=0.05)

@@ -14,11 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from klamp.controllers import Hold
 from klamp.errors import ConfigError, KlampError
 from klamp.experiments.compare import best_constant, coarse_constants, fine_constants, named_arm, parse_arms
 from klamp.results import records
 from klamp.results.records import Record, Series
-from klamp.results.statistics import at_equal_kl, figures, first_entry, interval, paired
+from klamp.results.statistics import at_equal_kl, difference, figures, first_entry, gain, interval, paired
 
 
 def made(kl: list[float], reward: list[float] | None = None, seed: int = 0, **more: list[float]) -> Record:
@@ -73,9 +74,12 @@ def test_at_equal_kl_reads_the_constants_frontier_where_we_are() -> None:
     # reward = 2 sqrt(KL) - KL is a parabola in sqrt(KL), so the fit is exact.
     constants = [[made([x * x] * 4, [2 * x - x * x] * 4, seed=s) for s in range(2)] for x in (0.1, 0.15, 0.2, 0.3, 0.4)]
     ours = [made([0.0625] * 4, [2 * 0.25 - 0.0625 + 0.01] * 4, seed=s) for s in range(2)]
-    assert at_equal_kl(ours, constants, "reward/mean").mean == pytest.approx(0.01, abs=1e-9)
+    pairs = at_equal_kl(ours, constants, "reward/mean")
+    assert difference(pairs).mean == pytest.approx(0.01, abs=1e-9)
+    assert gain(pairs, 0.2).mean == pytest.approx((0.4375 - 0.2 + 0.01) / (0.4375 - 0.2), abs=1e-9)
+    assert math.isnan(gain(pairs, 0.5).mean)  # nothing to gain
     outside = [made([4.0] * 4, seed=0)]
-    assert math.isnan(at_equal_kl(outside, constants, "reward/mean").mean)  # no extrapolation
+    assert at_equal_kl(outside, constants, "reward/mean") == []  # no extrapolation
 
 
 def test_the_oracle_is_the_constant_most_in_band_but_not_one_that_just_arrived() -> None:
@@ -86,11 +90,12 @@ def test_the_oracle_is_the_constant_most_in_band_but_not_one_that_just_arrived()
     assert best_constant({"late": late, "far": [made([0.5] * 10)]}, 0.05, 10) == "late"
 
 
-def test_constants_are_log_spaced_around_the_feed_forward() -> None:
+def test_constants_are_log_spaced_around_the_first_price_of_hold() -> None:
     coarse, fine = coarse_constants(0.05, 24), fine_constants(0.4)
     assert len(coarse) >= 7
     assert len(fine) >= 7
-    assert coarse[3] == pytest.approx(0.65 / math.sqrt(2 * 0.05 * 24), rel=1e-3)
+    assert coarse[3] == pytest.approx(Hold(0.05, "token").init(spread=1.0, length=24).beta, rel=1e-3)
+    assert coarse[2] <= 0.55 * coarse[3] < 1.9 * coarse[3] <= coarse[4], "constants that hold targets lie in the middle"
     for values, ratio in ((coarse, 2.0), (fine, 2**0.25)):
         assert [b / a for a, b in itertools.pairwise(values)] == pytest.approx([ratio] * 6, rel=1e-3)
 

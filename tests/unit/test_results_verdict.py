@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from klamp.results.checks import Check, _no_higher, gain_of
 from klamp.results.records import Record, Series
 from klamp.results.statistics import Comparison, Interval
-from klamp.results.verdict import _no_worse, judge
+from klamp.results.verdict import judge
+
+TARGET, LIMIT = 0.05, 0.055
 
 
-def run(kl: float, reward: float, perplexity: float, seed: int, noise: float = 0.02) -> Record:
+def run(kl: float, reward: float, perplexity: float, seed: int, noise: float = 0.02, silent: float = 0.1) -> Record:
     rng = random.Random(f"{kl} {reward} {seed}")
     record = Record(Path("made"), config={"seed": seed})
     for step in range(1, 61):
@@ -23,7 +26,32 @@ def run(kl: float, reward: float, perplexity: float, seed: int, noise: float = 0
         values = {"kl/steered": rise * kl, "reward/mean": rise * reward, "heldout/perplexity": perplexity}
         for key, value in {**values, "kl/beta": 0.04}.items():
             record.series.setdefault(key, Series()).add(step, value * (1 + noise * rng.gauss(0, 1)))
+        at_end = (kl, 0.03) if step == 60 else (math.nan, math.nan)
+        values = {"kl/noise": noise, "reward/no_signal": silent, "kl/fresh": at_end[0], "kl/fresh_noise": at_end[1]}
+        for key, value in values.items():
+            record.series.setdefault(key, Series()).add(step, value)
     return record
+
+
+def kept(made: Comparison) -> dict[str, bool | None]:
+    """The checks by what they begin with."""
+    names = {
+        "hold gains": "gain",
+        "hold-price gains": "gain of price",
+        "held-out": "english",
+        "KL of hold at the end": "end",
+        "KL of hold in every": "way",
+        "the clamp": "effort",
+        "hold in band": "band",
+        "highest KL of hold-price": "highest",
+        "hold-price within": "near",
+        "hold-price in band": "oracle",
+    }
+    return {name: c.holds for c in judge(made).checks for start, name in names.items() if c.what.startswith(start)}
+
+
+def check(made: Comparison, start: str) -> Check:
+    return next(c for c in judge(made).checks if c.what.startswith(start))
 
 
 def comparison(seeds: int = 3, **arms: tuple[float, float, float]) -> Comparison:
@@ -46,13 +74,16 @@ def test_a_win_is_told_with_its_numbers_and_its_price() -> None:
 @pytest.mark.parametrize(
     ("arms", "headline"),
     [
-        ({"static": (1.0, 0.95, 18.0), "hold": (0.05, 0.5, 9.3)}, "hold kept KL in band for 100.0 % of steps, static"),
+        (
+            {"static": (1.0, 0.95, 18.0), "hold": (0.05, 0.5, 9.3)},
+            "KL in band over the second half: hold 100.0 %, static never.",
+        ),
         ({"static": (0.05, 0.6, 9.2), "hold": (0.2, 0.5, 9.2)}, "No adaptive arm kept KL closer to its target than"),
         ({"static": (0.001, 0.6, 9.2), "hold": (0.002, 0.5, 9.2)}, "No run entered the band within 60 steps."),
-        ({"hold": (0.05, 0.5, 9.2)}, "Nearest to the target was hold: in band for 100.0 % of steps."),
+        ({"hold": (0.05, 0.5, 9.2)}, "Nearest to the target was hold: 100.0 % of the second half in band."),
         (
             {"static": (0.2, 0.6, 9.2), "hold_price": (0.05, 0.5, 9.2)},
-            "hold-price kept KL in band for 100.0 % of steps,",
+            "KL in band over the second half: hold-price 100.0 %, static 0.0 %.",
         ),
     ],
 )
@@ -64,10 +95,11 @@ def test_the_headline_has_at_most_fifteen_words(arms: dict[str, tuple[float, flo
 
 
 def test_a_loss_is_told_as_one() -> None:
-    said = judge(comparison(static=(0.05, 0.6, 9.2), hold=(0.2, 0.5, 9.2)))
+    made = comparison(static=(0.05, 0.6, 9.2), hold=(0.2, 0.5, 9.2))
+    said = judge(made)
     assert said.sentence.startswith("No adaptive arm kept KL closer")
     assert "did not win" in said.sentence
-    assert [c.holds for c in said.checks] == [False, False]
+    assert kept(made) == {"gain": None, "end": False, "way": False, "effort": None, "band": False}
 
 
 def test_a_collapse_is_told_though_its_size_differs_by_powers_of_ten_between_seeds() -> None:
@@ -100,46 +132,126 @@ def test_nobody_in_band_is_said_and_nothing_is_ticked() -> None:
     assert said.sentence.startswith("No run entered the band of 0.8 to 1.2 times 0.05 nats per token within 60 steps")
     assert "static came nearest, with KL 0.03. Give more steps (--steps)" in said.sentence
     assert said.arms["hold"] == "stays below the band"
-    assert len(said.checks) == 6
-    assert {(c.found, c.holds) for c in said.checks} == {("never in band within 60 steps", None)}
+    assert len(said.checks) == 10
+    begun_by_the_band = [c for c in said.checks if "constant" not in c.what]
+    assert {c.holds for c in begun_by_the_band} == {None}
+    assert {c.found for c in begun_by_the_band} == {"never in band within 60 steps", "0.18 × (± 6 %)", "not measured"}
 
 
 def test_nobody_in_band_for_a_kl_that_went_past_it() -> None:
-    said = judge(comparison(static=(9.0, 0.4, 9.1), hold=(8.0, 0.3, 9.0)))
+    made = comparison(static=(9.0, 0.4, 9.1), hold=(8.0, 0.3, 9.0))
+    said = judge(made)
     assert "hold came nearest, with KL 8" in said.sentence
     assert said.sentence.endswith("give a lower learning rate (--lr).")
-    assert [c.holds for c in said.checks] == [False, False]
+    assert {name for name, holds in kept(made).items() if holds is False} == {"end", "way", "band"}
 
 
 def test_a_seed_that_never_entered_keeps_a_promise_from_being_kept() -> None:
     made = comparison(static=(1.0, 0.9, 18.0), hold=(0.05, 0.5, 9.3))
     made.arms["hold"][2] = run(0.01, 0.5, 9.3, 2)
-    said = judge(made)
-    assert [c.holds for c in said.checks] == [None, None]
-    assert "2 of 3 seeds entered the band" in said.checks[0].found
+    assert set(kept(made).values()) == {None}
+    assert "2 of 3 seeds entered the band" in check(made, "hold in band").found
+
+
+def with_reading(reading: float, noise: float, *, fresh: float = 1.0, fresh_noise: float = 0.03) -> Comparison:
+    """Three runs that hold the target; one has a reading of so many targets, and ends at so many limits."""
+    made = comparison(hold=(0.05, 0.5, 9.3))
+    found = made.arms["hold"][1].series
+    found["kl/steered"].values[40], found["kl/noise"].values[40] = reading * TARGET, noise
+    found["kl/fresh"].values[-1], found["kl/fresh_noise"].values[-1] = fresh * LIMIT, fresh_noise
+    return made
 
 
 @pytest.mark.parametrize(
-    ("interval", "margin", "higher", "holds"),
+    ("reading", "noise", "holds"),
     [
-        (Interval(0.0437, 0.0232, 0.0641), 0.03, True, True),
-        (Interval(-0.00673, -0.207, 0.194), 0.05 * 9.5, False, True),
-        (Interval(-0.01, -0.02, 0.01), 0.03, True, True),
-        (Interval(0.1, -0.9, 1.1), 0.03, True, None),
-        (Interval(0.1, -0.9, 1.1), 0.03, False, None),
-        (Interval(-0.02, -0.03, -0.01), 0.04, True, False),
-        (Interval(0.2, 0.1, 0.3), 0.04, False, False),
-        (Interval(0.1), 0.03, True, None),
+        (1.22, 0.08, True),  # a KL of 1.05 targets reads 1.22 now and then
+        (1.20, 0.0, True),
+        (1.22, 0.0, False),  # 1.21 targets are 1.1 limits
+        (1.50, 0.08, False),  # no KL below 1.29 targets reads 1.5
+        (3.00, 0.50, False),  # a noise of half the KL excuses a factor of two, not of three
     ],
 )
-def test_no_worse_is_shown_by_an_interval_that_says_something(
-    interval: Interval, margin: float, higher: bool, holds: bool | None
+def test_a_reading_is_judged_by_what_it_shows_beyond_its_own_noise(reading: float, noise: float, holds: bool) -> None:
+    made = with_reading(reading, noise)
+    assert kept(made)["way"] is holds
+    assert judge(made).arms["hold"].startswith("holds the band") is holds
+    assert f"highest reading {reading:.2f} × target" in check(made, "KL of hold in every").found
+
+
+def test_a_limit_that_is_passed_before_the_band_is_entered_is_passed() -> None:
+    made = comparison(hold=(0.05, 0.5, 9.3))
+    made.arms["hold"][0].series["kl/steered"].values[0] = 2 * TARGET
+    assert kept(made)["way"] is False
+
+
+@pytest.mark.parametrize(
+    ("fresh", "noise", "holds"), [(1.09, 0.03, True), (1.13, 0.03, None), (1.3, 0.03, False), (1.3, 0.2, None)]
+)
+def test_the_last_policy_is_judged_on_fresh_samples(fresh: float, noise: float, holds: bool | None) -> None:
+    made = with_reading(1.0, 0.02, fresh=fresh, fresh_noise=noise)
+    assert kept(made)["end"] is holds
+    assert check(made, "KL of hold at the end").found.startswith(f"{fresh:.2f} × (± {196 * noise:.0f} %)")
+
+
+def test_one_bad_seed_is_enough_whichever_reads_highest() -> None:
+    made = with_reading(1.0, 0.02, fresh=1.3, fresh_noise=0.2)  # the highest, and within its noise
+    last = made.arms["hold"][2].series
+    last["kl/fresh"].values[-1], last["kl/fresh_noise"].values[-1] = 1.25 * LIMIT, 0.01
+    assert kept(made)["end"] is False
+
+
+def test_runs_without_a_fresh_reading_or_its_noise_are_judged_by_what_they_have() -> None:
+    made = comparison(hold=(0.05, 0.5, 9.3))
+    for record in made.arms["hold"]:
+        for key in ("kl/noise", "kl/fresh", "kl/fresh_noise"):
+            del record.series[key]
+    assert kept(made) == {"gain": None, "end": None, "way": True, "effort": None, "band": True}
+    assert check(made, "KL of hold at the end").found.startswith("not measured")
+
+
+@pytest.mark.parametrize(("effort", "holds"), [(0.02, True), (0.04, False)])
+def test_effort_beyond_three_percent_is_told(effort: float, holds: bool) -> None:
+    made = comparison(hold=(0.05, 0.5, 9.3))
+    for record in made.arms["hold"]:
+        for step in range(1, 61):
+            record.series.setdefault("kl/clamp/effort", Series()).add(step, effort)
+    assert kept(made)["effort"] is holds
+
+
+@pytest.mark.parametrize(("silent", "holds"), [(0.1, False), (0.9, True)])
+def test_without_the_clamp_a_sparse_reward_may_reach_twice_the_target(silent: float, holds: bool) -> None:
+    made = comparison(hold_price=(0.05, 0.5, 9.3))
+    made.arms["hold-price"] = [run(0.05, 0.5, 9.3, seed, silent=silent) for seed in range(3)]
+    made.arms["hold-price"][1].series["kl/steered"].values[30] = 1.8 * TARGET
+    assert kept(made)["highest"] is holds
+    assert ("(sparse reward)" in check(made, "highest KL of hold-price").what) is holds
+
+
+def test_without_the_clamp_the_mean_is_near_the_target() -> None:
+    assert kept(comparison(hold_price=(0.057, 0.5, 9.3)))["near"] is True
+    assert kept(comparison(hold_price=(0.065, 0.5, 9.3)))["near"] is False
+
+
+@pytest.mark.parametrize(
+    ("interval", "margin", "holds"),
+    [
+        (Interval(-0.00673, -0.207, 0.194), 0.05 * 9.5, True),
+        (Interval(0.1, -0.9, 1.1), 0.03, None),
+        (Interval(0.2, 0.1, 0.3), 0.04, False),
+        (Interval(0.02, 0.01, 0.03), 0.04, False),
+        (Interval(-0.2, -0.3, -0.1), 0.04, True),
+        (Interval(0.1), 0.03, None),
+    ],
+)
+def test_no_higher_is_shown_by_an_interval_that_says_something(
+    interval: Interval, margin: float, holds: bool | None
 ) -> None:
-    check = _no_worse("x", interval, margin, higher=higher)
-    assert check.holds is holds
+    found = _no_higher("x", interval, margin)
+    assert found.holds is holds
     wide = holds is None and not math.isnan(interval.low)
-    assert ("too wide to show it: the margin is" in check.found) is wide
-    assert check.found.startswith(str(interval))
+    assert ("too wide to show it: the margin is" in found.found) is wide
+    assert found.found.startswith(str(interval))
 
 
 def with_constants(made: Comparison) -> Comparison:
@@ -148,14 +260,36 @@ def with_constants(made: Comparison) -> Comparison:
     return replace(made, constants=constants, oracle="beta=0.05")
 
 
-def test_against_constants_reward_and_perplexity_are_judged_at_equal_kl() -> None:
-    made = comparison(static=(1.0, 0.9, 18.0), hold=(0.05, 0.5, 9.3), hold_price=(0.055, 0.5, 9.3))
-    made = with_constants(made)
+def test_reward_at_equal_kl_comes_first_in_checks_headline_and_sentence() -> None:
+    made = with_constants(comparison(static=(1.0, 0.9, 18.0), hold=(0.05, 0.52, 9.3), hold_price=(0.055, 0.52, 9.3)))
     said = judge(made)
-    found = {c.what: c.holds for c in said.checks}
-    assert len(found) == 6
-    assert all(holds is not None for holds in found.values())
+    assert list(kept(made))[:3] == ["gain", "gain of price", "english"]
+    assert {name for name, holds in kept(made).items() if holds is not True} == {"effort"}, "which these runs lack"
+    assert len(kept(made)) == 10
     assert said.figures[-1].arm == "oracle"
+    gained = 100 * gain_of(made, "hold").mean
+    assert gained == pytest.approx(100 * 0.52 / (0.28 + 0.05**0.5), abs=2)
+    assert said.headline == f"hold gained {gained:.0f} % of the reward of constant prices at the same KL."
+    assert len(said.headline.split()) <= 15
+    assert said.sentence.startswith(
+        f"hold gained {gained:.0f} % of the reward that constant prices gain at the same KL"
+    )
+
+
+@pytest.mark.parametrize(
+    ("reward", "spread", "holds"),
+    [(0.52, 0.002, True), (0.45, 0.002, False), (0.5, 0.1, None)],  # constants get 0.504
+)
+def test_a_gain_is_kept_broken_or_too_uncertain(reward: float, spread: float, holds: bool | None) -> None:
+    made = comparison(hold=(0.05, reward, 9.3))
+    made.arms["hold"] = [run(0.05, reward + spread * (seed - 1), 9.3, seed, 0.002) for seed in range(3)]
+    assert kept(with_constants(made))["gain"] is holds
+
+
+def test_without_constants_the_gain_is_still_promised_first_with_the_way_to_measure_it() -> None:
+    said = judge(comparison(static=(1.0, 0.9, 18.0), hold=(0.05, 0.5, 9.3)))
+    assert said.checks[0].what == "hold gains 97 % of the reward that constants gain at the same KL, or more"
+    assert (said.checks[0].found, said.checks[0].holds) == ("not measured: add --oracle", None)
 
 
 @pytest.mark.parametrize(

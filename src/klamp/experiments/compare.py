@@ -22,6 +22,7 @@ from klamp.masked import Unit, check_unit
 from klamp.progress import Progress
 from klamp.prompts import load_prompts
 from klamp.results import records
+from klamp.results.checks import FRESH
 from klamp.results.statistics import ADAPTIVE, Comparison, figures
 from klamp.train import rewards
 from klamp.train.config import AlgorithmConfig, KLConfig, OptimConfig, RewardConfig, RolloutConfig, TrainConfig
@@ -78,8 +79,12 @@ def parse_arms(names: Sequence[str] | str, static_beta: float) -> list[Arm]:
 
 
 def coarse_constants(target: float, length: float) -> list[float]:
-    """Seven constants a factor 2 apart around ``0.65 / sqrt(2 target per sequence)``, where the best one should be."""
-    centre = 0.65 / math.sqrt(2 * target * length)
+    """Seven constants a factor 2 apart around Hold's first price, ``1 / sqrt(2 target per sequence)``.
+
+    Constants that held a target lay at 0.5 to 1.9 of it (docs/log/2026-11-15-hold-study.md), and these reach from an
+    eighth of it to eight times it.
+    """
+    centre = 1 / math.sqrt(2 * target * length)
     return [_round(centre * COARSE**i) for i in range(-(CONSTANTS // 2), CONSTANTS // 2 + 1)]
 
 
@@ -126,7 +131,7 @@ class CompareConfig:
     static_beta: float = 0.04
     """Price of the static arm."""
     oracle: bool = False
-    """Add the best constant beta in hindsight, of seven coarse and seven fine ones."""
+    """Add the best constant beta in hindsight, of seven coarse and seven fine ones; reward is compared at equal KL."""
     heldout: str | None = None
     """Text file for held-out perplexity, one passage per line."""
     lr: float | None = None
@@ -318,7 +323,7 @@ def _coarse(config: ResolvedComparison, folder: Folder) -> list[Arm]:
 
 def _job(config: ResolvedComparison, folder: Folder, arm: Arm, seed: int) -> Job:
     made = config.train_config(arm, seed, run_folder(folder, arm, seed))
-    return job_process.job(f"{arm.name} seed {seed}", made, folder.reference, heldout=config.heldout)
+    return job_process.job(f"{arm.name} seed {seed}", made, folder.reference, heldout=config.heldout, fresh=FRESH)
 
 
 def _check_runs(config: ResolvedComparison, chosen: Sequence[Arm], folder: Folder) -> None:

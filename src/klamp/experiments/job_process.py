@@ -31,13 +31,16 @@ from klamp.chat import Prompt, as_text
 from klamp.config_io import from_dict, to_dict
 from klamp.errors import ConfigError, KlampError
 from klamp.experiments.perplexity import Text, heldout, perplexity
+from klamp.masked import sum_count
 from klamp.models.policy import Policy
 from klamp.prompts import load_prompts
-from klamp.sampling.rollout import Rollout, part
+from klamp.sampling.rollout import Rollout, parts
 from klamp.sampling.sampler import Sampler, context_of
 from klamp.seeds import mix
 from klamp.train.config import ResolvedConfig, TrainConfig
+from klamp.train.kl_after_update import moments, relative_error
 from klamp.train.loop import Trainer
+from klamp.train.metrics import Accumulator
 from klamp.train.run_folder import RunFolder, atomic_text
 
 PROBES = 6
@@ -63,6 +66,8 @@ class Job:
     """Samples of the reference that the other perplexity is taken over."""
     every: int = 5
     """Steps between perplexities."""
+    fresh: int = 0
+    """Samples that KL is read on after the last step."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -125,17 +130,18 @@ class Watch:
         self.samples = [Text(s["ids"], s["first"]) for s in read_reference(Path(job.reference))["samples"]]
 
     def __call__(self, step: int, trainer: Trainer) -> dict[str, float]:
-        """``heldout/*`` of the policy after this step's update."""
+        """``heldout/*`` of the policy after this step's update, and ``kl/fresh`` after the last one."""
         window = trainer.learner.control.state.monitor.window
         self.say(step, f"KL {window[-1]['kl']:.3f}" if window else "")
         if step in self.probe_steps:
             self._probe(step, trainer)
+        found = fresh_kl(trainer, self.job.fresh) if step == self.job.steps and self.job.fresh else {}
         if step % self.job.every and step != self.job.steps:
-            return {}
+            return found
         if self.texts is None:
             self.texts = heldout(trainer.config.model, trainer.tokenizer, self.job.heldout, self.job.texts)
         model = _own_sampler(trainer).model
-        return {
+        return found | {
             "heldout/perplexity": perplexity(model, self.texts),
             "heldout/perplexity_reference": perplexity(model, self.samples),
         }
@@ -163,14 +169,32 @@ def token_kl(trainer: Trainer, rollout: Rollout) -> torch.Tensor:
     """[N, C] exact KL of the tokens of ``rollout`` under the policy as it is now."""
     learner = trainer.learner
     rollout = rollout.to(learner.device)
-    piece = part(rollout, torch.arange(len(rollout), device=learner.device))
     wide = learner.device.type != "cuda" or trainer.config.dtype == "float32"
-    with torch.autocast(learner.device.type, dtype=torch.bfloat16, enabled=not wide):
-        stats = learner.policy.stats(piece, learner.policy(piece).hidden, learner.reference.states(piece))
     kl = torch.zeros(rollout.mask.shape, device=learner.device)
-    assert stats.kl is not None, "the learner always has a reference"
-    piece.put(kl, stats.kl)
+    for piece in parts(rollout, torch.arange(len(rollout), device=learner.device), trainer.config.optim.micro_batch):
+        with torch.autocast(learner.device.type, dtype=torch.bfloat16, enabled=not wide):
+            stats = learner.policy.stats(piece, learner.policy(piece).hidden, learner.reference.states(piece))
+        assert stats.kl is not None, "the learner always has a reference"
+        piece.put(kl, stats.kl)
     return kl.cpu()
+
+
+def fresh_kl(trainer: Trainer, count: int) -> dict[str, float]:
+    """KL of the policy as it is on ``count`` samples of its own, in the unit of the target, and its relative error.
+
+    They are drawn as a step's are, so many at a time, but are used for nothing else: no update has seen them.
+    """
+    config, prompts, added = trainer.config, trainer.prompts.given, Accumulator(torch.clone)
+    each = config.rollout.prompts * config.rollout.group_size
+    rows = _spread(len(prompts), count)
+    for i in range(0, count, each):
+        rollout = _sample(_own_sampler(trainer), trainer.encoded, prompts, rows[i : i + each], seed=5 + i)
+        kl, mask = token_kl(trainer, rollout), rollout.mask.cpu()
+        added.add("kl", *sum_count(kl, mask, per=config.kl.unit))
+        for name, value in moments(kl, mask, 1, config.kl.unit).items():
+            added.add(name, value, torch.ones(()))
+    sums = added.totals()
+    return {"kl/fresh": sums.mean("kl"), "kl/fresh_noise": relative_error(sums)}
 
 
 def read_reference(path: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from klamp import __version__
 from klamp.config_io import flat
 from klamp.monitor import BAND
 from klamp.report.charts import Arm, View
+from klamp.results.checks import FRESH
 from klamp.results.records import MOST_ALARMS, Record
 from klamp.results.verdict import NOTHING, cells
 
@@ -35,10 +36,11 @@ class Head:
 
 HEADS = (
     Head("arm", "Arm", "what steers beta"),
-    Head("in band", "In band", "share of steps within 20 % of the target, second half of the run, all seeds"),
-    Head("max KL", "Max KL", "highest KL from first entry on, in targets"),
-    Head("KL", "KL", "nats, second half of the run"),
     Head("reward", "Reward", "second half of the run"),
+    Head("KL", "KL", "nats, second half of the run"),
+    Head("in band", "In band", "share of steps within 20 % of the target, second half of the run, all seeds"),
+    Head("max KL", "Max KL", "highest reading from first entry on, in targets"),
+    Head("end KL", "End KL", f"on {FRESH} fresh samples after the last step, highest of the seeds, in targets"),
     Head("perplexity", "Perplexity", "on held-out text, second half of the run"),
     Head("on ref", "… on ref.", "perplexity on samples of the reference"),
     Head("entropy", "Entropy", "nats per token"),

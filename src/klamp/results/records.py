@@ -1,7 +1,7 @@
 """What a run left on disk, read with suspicion: numbers by step, alarms, completions at the fixed prompts.
 
 A line that is not what klamp writes is named by file and number; a torn last line is passed over. Numbers are kept as
-packed doubles, at most 88 bytes a step, so every figure is taken over every step; curves go to a page as the means,
+packed doubles, at most 120 bytes a step, so every figure is taken over every step; curves go to a page as the means,
 least and greatest values of at most ``POINTS`` stretches.
 """
 
@@ -23,7 +23,11 @@ from klamp.train.run_folder import RunFolder
 
 KEYS = (
     "reward/mean",
+    "reward/no_signal",
     "kl/steered",
+    "kl/noise",
+    "kl/fresh",
+    "kl/fresh_noise",
     "kl/ref/exact",
     "kl/beta",
     "kl/target",

@@ -6,12 +6,13 @@ and steps of one run are no independent draws.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 from klamp.monitor import BAND
 from klamp.results.records import Record
@@ -58,6 +59,10 @@ class Figures:
     """Steps that share is taken over."""
     highest: float
     """Highest KL from first entry on (from the start where none entered), in targets."""
+    surely: float
+    """Highest KL of the whole run that a reading shows beyond its own noise (:func:`beyond_noise`), in targets."""
+    fresh: float
+    """KL on fresh samples at the end of the run, the highest of the seeds, in targets; NaN where not measured."""
     kl: float
     kl_end: float
     reward: float
@@ -129,6 +134,8 @@ def figures(arm: str, records: Sequence[Record], target: float | None) -> Figure
         settled=_mean([abs(v / target - 1) <= BAND for v in _settled(records, entries)]) if target else math.nan,
         held_steps=len(pooled),
         highest=max(everything, default=math.nan) / target if target else math.nan,
+        surely=max((v for r in records for v in beyond_noise(r)), default=math.nan) / target if target else math.nan,
+        fresh=max((kl for r in records for kl, _ in fresh(r)), default=math.nan) / target if target else math.nan,
         kl=late(records, "kl/steered"),
         kl_end=_mean([v for r in records for v in r.get("kl/steered").from_step(0.9 * r.last_step)]),
         reward=late(records, "reward/mean"),
@@ -146,6 +153,18 @@ def first_entry(record: Record, target: float | None) -> float | None:
     if not target:
         return None
     return next((s for s, v in zip(kl.steps, kl.values, strict=True) if abs(v / target - 1) <= BAND), None)
+
+
+def beyond_noise(record: Record) -> list[float]:
+    """``KL / (1 + 1.96 noise)`` of every step: the least KL that could have given this reading, 19 times of 20."""
+    kl, noise = record.get("kl/steered").values, record.get("kl/noise").values
+    known = (n if 0 < n < math.inf else 0.0 for n in noise) if len(noise) else itertools.repeat(0.0)
+    return [v / (1 + 1.96 * n) for v, n in zip(kl, known, strict=False) if math.isfinite(v)]
+
+
+def fresh(record: Record) -> list[tuple[float, float]]:
+    """KL on fresh samples of the last policy, with its relative standard error; nothing where it was not measured."""
+    return list(zip(record.get("kl/fresh").from_step(0), record.get("kl/fresh_noise").from_step(0), strict=True))
 
 
 def _settled(records: Sequence[Record], entries: Sequence[float | None]) -> list[float]:
@@ -178,12 +197,19 @@ def paired_ratio(ours: Sequence[Record], theirs: Sequence[Record], key: str) -> 
     return Interval(math.expm1(logs.mean), math.expm1(logs.low), math.expm1(logs.high))
 
 
-def at_equal_kl(ours: Sequence[Record], constants: Sequence[Sequence[Record]], key: str) -> Interval:
-    """Ours minus what constant prices get at the KL we hold, seed by seed.
+class AtEqualKL(NamedTuple):
+    """A figure of one seed, and what constant prices have at the KL that it was had at."""
+
+    ours: float
+    theirs: float
+
+
+def at_equal_kl(ours: Sequence[Record], constants: Sequence[Sequence[Record]], key: str) -> list[AtEqualKL]:
+    """Ours beside what constant prices get at the KL we hold, seed by seed; none for a KL that no constants enclose.
 
     For each seed a parabola in sqrt(KL) is fitted through the constants' points and read off at our own sqrt(KL).
     """
-    differences = []
+    found = []
     for record in ours:
         points = [
             (math.sqrt(max(late_of(r, "kl/steered"), 0.0)), late_of(r, key))
@@ -194,8 +220,25 @@ def at_equal_kl(ours: Sequence[Record], constants: Sequence[Sequence[Record]], k
         points = [p for p in points if all(map(math.isfinite, p))]
         x = math.sqrt(max(late_of(record, "kl/steered"), 0.0))
         if len(points) >= 3 and min(p[0] for p in points) <= x <= max(p[0] for p in points):
-            differences.append(late_of(record, key) - _parabola(points, x))
-    return interval(differences)
+            found.append(AtEqualKL(late_of(record, key), _parabola(points, x)))
+    return found
+
+
+def difference(pairs: Sequence[AtEqualKL]) -> Interval:
+    """``ours - theirs``."""
+    return interval([p.ours - p.theirs for p in pairs])
+
+
+def gain(pairs: Sequence[AtEqualKL], start: float) -> Interval:
+    """``(ours - start) / (theirs - start)``: what was gained as a share of what constants gain at the same KL.
+
+    The interval is that of the difference, over the constants' mean gain; NaN where they gain nothing.
+    """
+    scale = _mean([p.theirs for p in pairs]) - start
+    if not scale > 0:
+        return Interval(math.nan)
+    found = difference(pairs)
+    return Interval(1 + found.mean / scale, 1 + found.low / scale, 1 + found.high / scale)
 
 
 def _parabola(points: list[tuple[float, float]], x: float) -> float:

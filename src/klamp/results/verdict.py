@@ -1,4 +1,4 @@
-"""What a comparison says: a verdict for each arm, the checks, and one sentence with its numbers and interval."""
+"""What a comparison says: a verdict for each arm, the checks, and the finding with its numbers and intervals."""
 
 from __future__ import annotations
 
@@ -6,28 +6,17 @@ import math
 import sys
 from dataclasses import dataclass
 from functools import partial
-from statistics import fmean
 from typing import Any
 
+from klamp.clamp import LIMIT
 from klamp.monitor import BAND
-from klamp.results.statistics import ADAPTIVE, ORACLE, Comparison, Figures, Interval, at_equal_kl, paired, paired_ratio
+from klamp.results.checks import FRESH, HELD, OVER, Check, checks, gain_of, share, steps
+from klamp.results.statistics import ADAPTIVE, Comparison, Figures, Interval, paired, paired_ratio
 
 DEGRADED = 1.25
 """Held-out perplexity, in the reference's, above which a policy's English has suffered."""
 GONE = 10.0
 """And above which there is no English left."""
-REWARD_MARGIN, ENGLISH_MARGIN = 0.1, 0.05
-"""How far an interval may reach to the wrong side and still show "no worse": as a share of the reward that the arm
-gained since its first step, and of the reference's held-out perplexity."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """A figure that was promised, what it is, and whether it holds; None where it cannot be told."""
-
-    what: str
-    found: str
-    holds: bool | None
 
 
 @dataclass(frozen=True)
@@ -61,7 +50,7 @@ def verdict(found: Figures, target: float, reference_perplexity: float) -> str:
     """A few words for one arm."""
     if found.entered == 0:
         where = "stays below the band" if found.kl < target else "shoots past the band"
-    elif found.settled >= 0.95 and found.highest <= 1.2:
+    elif found.settled >= HELD and found.surely <= OVER * LIMIT:
         where = "holds the band"
     elif found.kl_end > 2 * target:
         where = f"drifts off: KL ends at {found.kl_end / target:.2g} × target"
@@ -73,96 +62,45 @@ def verdict(found: Figures, target: float, reference_perplexity: float) -> str:
     return f"{where}; English degraded ({ratio:.2g} × perplexity)" if ratio > DEGRADED else where
 
 
-def checks(comparison: Comparison, rows: dict[str, Figures]) -> list[Check]:
-    """The figures klamp promises, as they came out; one that rests on no step in the band cannot be told."""
-    found, never = [], f"never in band within {_steps(comparison)}"
-    hold, price, oracle = rows.get("hold"), rows.get("hold-price"), rows.get(ORACLE)
-    if hold is not None and comparison.constants:  # what a KL budget buys comes before how evenly it is kept
-        found += _against_constants(comparison, hold)
-    if hold is not None:
-        inside = never if not hold.entered else _percent(hold.settled)
-        found.append(_held("hold in band ≥ 95 % of the second half", inside, hold, holds=hold.settled >= 0.95))
-        found.append(_held("hold never above 1.2 × target", _times(hold, never), hold, holds=hold.highest <= 1.2))
-    if price is not None and oracle is not None:
-        gap = 100 * (price.settled - oracle.settled) if price.entered and oracle.entered else math.nan
-        told = not math.isnan(gap)
-        shown = f"{gap:+.1f} points" if told else never
-        found.append(Check("hold-price within 5 points of the oracle", shown, gap >= -5 if told else None))
-    if price is not None:
-        found.append(_held("hold-price never above 2 × target", _times(price, never), price, holds=price.highest <= 2))
-    return found
-
-
-def _held(what: str, found: str, arm: Figures, *, holds: bool) -> Check:
-    """A promise that begins with the band: kept only if every seed entered it, and broken by a KL far above it."""
-    if arm.entered == arm.seeds or ((arm.entered or arm.highest > 1) and not holds):
-        return Check(what, found, holds)
-    entered = f", but {arm.entered} of {arm.seeds} seeds entered the band" if arm.entered else ""
-    return Check(what, found + entered, None)
-
-
-def _against_constants(comparison: Comparison, hold: Figures) -> list[Check]:
-    reward, perplexity = (
-        "reward of hold no lower than a constant's at its KL",
-        "held-out perplexity no higher, likewise",
-    )
-    if hold.entered == 0:
-        return [Check(what, f"never in band within {_steps(comparison)}", None) for what in (reward, perplexity)]
-    ours, constants = comparison.arms["hold"], list(comparison.constants.values())
-    gained = max(hold.reward - _first(comparison, "reward/mean"), 0.0)
-    english = float(comparison.reference["perplexity"]["heldout"])
-    lower = at_equal_kl(ours, constants, "heldout/perplexity")
-    return [
-        _no_worse(reward, at_equal_kl(ours, constants, "reward/mean"), REWARD_MARGIN * gained),
-        _no_worse(perplexity, lower, ENGLISH_MARGIN * english, higher=False),
-    ]
-
-
-def _no_worse(what: str, found: Interval, margin: float, *, higher: bool = True) -> Check:
-    """Broken where the interval lies wholly on the wrong side; not shown where it reaches there by over ``margin``."""
-    good = found if higher else _minus(found)
-    if math.isnan(good.high) or good.high < 0 or good.low >= -margin:
-        return Check(what, str(found), None if math.isnan(good.high) else good.high >= 0)
-    edge = -margin if higher else margin
-    return Check(what, f"{found}, too wide to show it: the margin is {edge:+.2g}", None)
-
-
-def _first(comparison: Comparison, key: str) -> float:
-    """A figure at the first step, which every arm takes with the reference's weights."""
-    firsts = [run.get(key).values[:1] for runs in comparison.arms.values() for run in runs]
-    return fmean([value for first in firsts for value in first] or [math.nan])
-
-
-def _steps(comparison: Comparison) -> str:
-    steps = max((run.last_step for runs in comparison.arms.values() for run in runs), default=0)
-    return f"{steps} {'step' if steps == 1 else 'steps'}"
-
-
-def _times(arm: Figures, never: str) -> str:
-    return never if not arm.entered and arm.highest <= 1 else f"{arm.highest:.2f} ×"
-
-
 def headline(comparison: Comparison, rows: dict[str, Figures]) -> str:
     """The finding in at most fifteen words; :func:`sentence` has its numbers and intervals."""
     near = partial(_closeness, target=comparison.target)
     if not any(row.entered for row in rows.values()):
-        return f"No run entered the band within {_steps(comparison)}."
+        return f"No run entered the band within {steps(comparison)}."
+    gained = gain_of(comparison, "hold") if "hold" in rows else Interval(math.nan)
+    if not math.isnan(gained.mean):
+        return f"hold gained {share(gained.mean)} of the reward of constant prices at the same KL."
     adaptive = [rows[a] for a in ADAPTIVE if a in rows]
     if not adaptive or "static" not in rows:
         best = max(rows.values(), key=near)
-        return f"Nearest to the target was {best.arm}: in band for {_percent(best.settled)} of steps."
+        return f"Nearest to the target was {best.arm}: {_percent(best.settled)} of the second half in band."
     ours, static = max(adaptive, key=near), rows["static"]
     if near(ours) <= near(static):
         return "No adaptive arm kept KL closer to its target than static did."
-    theirs = f"static for {_percent(static.settled)}" if static.entered else "static never"
-    return f"{ours.arm} kept KL in band for {_percent(ours.settled)} of steps, {theirs}."
+    theirs = f"static {_percent(static.settled)}" if static.entered else "static never"
+    return f"KL in band over the second half: {ours.arm} {_percent(ours.settled)}, {theirs}."
 
 
 def sentence(comparison: Comparison, rows: dict[str, Figures]) -> str:
-    """The finding in one sentence: the adaptive arm nearest its target beside the static one."""
-    near = partial(_closeness, target=comparison.target)
+    """The finding: reward at equal KL where constants were run; then who kept nearest the target, beside static."""
     if not any(row.entered for row in rows.values()):
-        return _nobody(comparison, max(rows.values(), key=near))
+        return _nobody(comparison, max(rows.values(), key=partial(_closeness, target=comparison.target)))
+    gained = gain_of(comparison, "hold") if "hold" in rows else Interval(math.nan)
+    return f"{_gained(gained)} {_nearest(comparison, rows)}".strip()
+
+
+def _gained(found: Interval) -> str:
+    """What hold gained beside constants at the same KL; nothing where that is not known."""
+    if math.isnan(found.mean):
+        return ""
+    known = not math.isnan(found.low)
+    within = f"95 % interval {share(found.low)} to {share(found.high)}" if known else "one seed, no interval"
+    return f"hold gained {share(found.mean)} of the reward that constant prices gain at the same KL ({within})."
+
+
+def _nearest(comparison: Comparison, rows: dict[str, Figures]) -> str:
+    """The adaptive arm nearest its target beside the static one."""
+    near = partial(_closeness, target=comparison.target)
     adaptive = [rows[a] for a in ADAPTIVE if a in rows]
     if not adaptive or "static" not in rows:
         best = max(rows.values(), key=near)
@@ -196,7 +134,7 @@ def _nobody(comparison: Comparison, nearest: Figures) -> str:
         way_out = "KL went past it at once: give a lower learning rate (--lr)"
     return (
         f"No run entered the band of {1 - BAND:g} to {1 + BAND:g} times {_target(comparison)} within "
-        f"{_steps(comparison)}, so there is no telling how well KL is held; {nearest.arm} came nearest, with KL "
+        f"{steps(comparison)}, so there is no telling how well KL is held; {nearest.arm} came nearest, with KL "
         f"{nearest.kl:.3g}. {way_out}."
     )
 
@@ -239,7 +177,7 @@ def _compared(found: Interval, *, percent: bool = False) -> str:
 def _band(found: Figures) -> str:
     if found.entered == 0:
         return f"never in band, KL {found.kl:.3g}"
-    return f"{_percent(found.settled)} of steps in band, at most {found.highest:.2f} × target"
+    return f"{_percent(found.settled)} of the second half in band, highest reading {found.highest:.2f} × target"
 
 
 def _closeness(found: Figures, target: float) -> tuple[float, float]:
@@ -254,10 +192,6 @@ def _target(comparison: Comparison) -> str:
 
 def _percent(x: float) -> str:
     return "–" if math.isnan(x) else f"{100 * x:.1f} %"
-
-
-def _minus(x: Interval) -> Interval:
-    return Interval(-x.mean, -x.high, -x.low)
 
 
 def console() -> Any:
@@ -289,17 +223,18 @@ def times(x: float) -> str:
     return NOTHING if math.isnan(x) else f"{x:.2f} ×"
 
 
-COLUMNS = ("arm", "in band", "max KL", "KL", "reward", "perplexity", "on ref", "entropy", "beta", "verdict")
+COLUMNS = ("arm", "reward", "KL", "in band", "max KL", "end KL", "perplexity", "on ref", "entropy", "beta", "verdict")
 
 
 def cells(row: Figures, verdict: str) -> tuple[str, ...]:
     """A row as text; the report shows the same."""
     return (
         row.arm,
+        number(row.reward),
+        number(row.kl, 4),
         percent(row.settled),
         times(row.highest),
-        number(row.kl, 4),
-        number(row.reward),
+        times(row.fresh),
         number(row.perplexity, 2),
         number(row.perplexity_reference, 2),
         number(row.entropy, 2),
@@ -312,9 +247,14 @@ def arms_table(found: Verdict) -> Any:
     """The table of arms."""
     from rich.table import Table
 
-    table = Table(title="max KL: from first entry on; the rest: second half of the run, in band pooled over seeds")
+    table = Table(
+        title="second half of the run, in band pooled over seeds; max KL: highest reading from first entry on; "
+        f"end KL: on {FRESH} fresh samples after the last step, highest seed"
+    )
     for i, name in enumerate(COLUMNS):
-        table.add_column(name, justify="left" if i in (0, len(COLUMNS) - 1) else "right", no_wrap=0 < i < 9)
+        table.add_column(
+            name, justify="left" if i in (0, len(COLUMNS) - 1) else "right", no_wrap=0 < i < len(COLUMNS) - 1
+        )
     for row in found.figures:
         label = f"{row.arm} ({found.oracle})" if row.arm == "oracle" else row.arm
         table.add_row(label, *cells(row, found.arms[row.arm])[1:])
