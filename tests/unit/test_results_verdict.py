@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from klamp.results.checks import Check, _no_higher, gain_of
+from klamp.results.promises import Check, _no_higher, gain_of
 from klamp.results.records import Record, Series
 from klamp.results.statistics import Comparison, Interval
 from klamp.results.verdict import judge

@@ -22,7 +22,7 @@ from klamp.masked import Unit, check_unit
 from klamp.progress import Progress
 from klamp.prompts import load_prompts
 from klamp.results import records
-from klamp.results.checks import FRESH
+from klamp.results.promises import FRESH
 from klamp.results.statistics import ADAPTIVE, Comparison, figures
 from klamp.train import rewards
 from klamp.train.config import AlgorithmConfig, KLConfig, OptimConfig, RewardConfig, RolloutConfig, TrainConfig

@@ -12,7 +12,7 @@ from klamp import __version__
 from klamp.config_io import flat
 from klamp.monitor import BAND
 from klamp.report.charts import Arm, View
-from klamp.results.checks import FRESH
+from klamp.results.promises import FRESH
 from klamp.results.records import MOST_ALARMS, Record
 from klamp.results.verdict import NOTHING, cells
 

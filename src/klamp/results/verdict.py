@@ -10,7 +10,7 @@ from typing import Any
 
 from klamp.clamp import LIMIT
 from klamp.monitor import BAND
-from klamp.results.checks import FRESH, HELD, OVER, Check, checks, gain_of, share, steps
+from klamp.results.promises import FRESH, HELD, OVER, Check, checks, gain_of, share, steps
 from klamp.results.statistics import ADAPTIVE, Comparison, Figures, Interval, paired, paired_ratio
 
 DEGRADED = 1.25
