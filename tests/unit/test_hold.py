@@ -452,7 +452,7 @@ def test_under_a_clamp_the_price_takes_over_from_the_effort() -> None:
 
 def test_a_state_of_an_earlier_law_is_refused_with_the_way_on() -> None:
     old = {"kind": "HoldState", "beta": 0.3, "updates": 9, "skipped": 0, "told": 1, "moved": 8, "odds": -2.0}
-    with pytest.raises(ConfigError, match=r"earlier law of Hold.*last price was 0\.3.*kl\.beta"):
+    with pytest.raises(ConfigError, match=r"earlier law of Hold.*last price was 0\.3\. Resume with kl\.beta=0\.3 "):
         State.from_dict(old)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from klamp.cli import main
 from klamp.config_io import from_yaml, to_yaml
 from klamp.errors import ConfigError
 from klamp.train import checkpoint, loop
-from klamp.train.config import LoraConfig, OptimConfig, RewardConfig, RolloutConfig, TrainConfig
+from klamp.train.config import KLConfig, LoraConfig, OptimConfig, RewardConfig, RolloutConfig, TrainConfig
 from klamp.train.loop import train_policy
 from klamp.train.run_folder import RunFolder
 
@@ -75,6 +77,75 @@ def test_a_run_says_when_hold_follows_another_law_than_the_one_it_was_saved_unde
     monkeypatch.setattr(checkpoint, "LAW", law)
     assert main(["train", "--resume", str(run), "--steps", "3"]) == 0
     assert ("Hold's law has changed" in capsys.readouterr().err) == said
+
+
+def of_an_earlier_law(run: Path, fields: dict[str, float]) -> None:
+    """Give the newest checkpoint a state of Hold as an earlier version wrote it, with a manifest that fits."""
+    folder = run / "checkpoints" / "step-000002"
+    file, manifest = folder / "trainer.json", folder / "manifest.json"
+    state = json.loads(file.read_text())
+    state["steering"]["controller"] = {"kind": "HoldState", "beta": 0.31, "updates": 2, "skipped": 0, **fields}
+    file.write_text(json.dumps(state))
+    sums = json.loads(manifest.read_text())
+    sums["sha256"]["trainer.json"] = hashlib.sha256(file.read_bytes()).hexdigest()
+    manifest.write_text(json.dumps(sums))
+
+
+EARLIER = {
+    "first": ("centre", "felt", "level", "surprise"),
+    "no told": ("climbed", "direct", "felt", "free", "inert", "lean", "moved", "noise", "odds", "paid", "touched"),
+    "told": ("climbed", "direct", "felt", "free", "inert", "lean", "moved", "noise", "odds", "paid", "told"),
+}
+
+
+@pytest.mark.parametrize("version", EARLIER)
+def test_a_hold_of_an_earlier_law_is_refused_and_the_way_that_is_named_goes_on(
+    run: Path, version: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of_an_earlier_law(run, dict.fromkeys(EARLIER[version], 0.0))
+    assert main(["train", "--resume", str(run), "--steps", "4"]) == 2
+    said = capsys.readouterr().err
+    assert "of an earlier law of Hold" in said
+    assert "Resume with --kl.beta 0.31 to go on from that price" in said
+    assert said.count("\n") == 1
+    assert main(["train", "--resume", str(run), "--steps", "4", "--kl.beta", "0.31"]) == 0
+    assert "kl.beta 0.31 (was None)" in capsys.readouterr().err
+    assert metrics_of(run)[2]["kl/beta"] == 0.31
+    after = json.loads((run / "checkpoints/step-000004/trainer.json").read_text())["steering"]
+    assert (after["controller"]["updates"], after["monitor"]["steps"]) == (2, 4), (
+        "the price began anew, the rest went on"
+    )
+
+
+def test_a_change_is_not_lost_when_the_run_is_killed_before_it_saves_again(run: Path) -> None:
+    before = json.loads((run / "checkpoints/step-000002/trainer.json").read_text())["steering"]["controller"]["beta"]
+    kept = Path(shutil.copytree(run, run.parent / "kept"))
+    more = ["--steps", "4", "--kl.target", "0.2", "--kl.per", "token", "--save-every", "4"]
+    assert main(["train", "--resume", str(run), *more]) == 0
+    for saved in ("step-000004", "step-000002"):  # as it is after a kill in step 3
+        shutil.rmtree(run / "checkpoints" / saved, ignore_errors=True)
+    shutil.copytree(kept / "checkpoints" / "step-000002", run / "checkpoints" / "step-000002")
+    first = metrics_of(run)[2]["kl/beta"]
+    assert first == pytest.approx(before * math.sqrt(0.05 / 0.2), rel=1e-6)
+    assert main(["train", "--resume", str(run)]) == 0
+    assert metrics_of(run)[2]["kl/beta"] == first
+
+
+def test_a_constant_price_without_a_target_is_not_resumed_as_hold_and_the_reason_is_the_controller(run: Path) -> None:
+    folder = RunFolder(run)
+    own = folder.own_config()
+    constant = KLConfig(target=None, controller="fixed", beta=0.1)
+    folder.write_config(replace(own, kl=constant).resolved())
+    asked = TrainConfig(**{**vars(own), "resume": True, "kl": KLConfig()})
+    with pytest.raises(
+        ConfigError, match=r"kl\.controller is 'fixed' in run .* cannot become 'hold'.* Keep it at 'fixed'"
+    ):
+        folder.claim(asked)
+    settled, changes = folder.claim(replace(asked, kl=replace(constant, target="auto")))
+    assert (settled.kl.target, changes) == (None, {})
+    folder.write_config(replace(own, kl=KLConfig(beta=0.1)).resolved())
+    with pytest.raises(ConfigError, match=r"kl\.beta is 0\.1 in run .* cannot become None"):
+        folder.claim(asked)
 
 
 def test_a_new_target_keeps_the_price_near_what_holds_it(trainer: Any) -> None:

@@ -22,9 +22,9 @@ def train(args: list[str]) -> None:
     """Train a language model with GRPO or PPO and hold its KL where you ask.
 
     --config FILE reads a YAML configuration; flags go on top of it. --resume RUN goes on with a run by its own
-    configuration; --steps, --kl.target, --kl.limit, --optim.lr and the settings of saving and logging may be given
-    beside it. --watch serves the page of the run on 127.0.0.1 while it trains and writes report.html at its end;
-    --watch PORT chooses the port. The resolved configuration is written into the run folder. Under torchrun or
+    configuration; --steps, --kl.beta, --kl.target, --kl.limit, --optim.lr and the settings of saving and logging may be
+    given beside it. --watch serves the page of the run on 127.0.0.1 while it trains and writes report.html at its
+    end; --watch PORT chooses the port. The resolved configuration is written into the run folder. Under torchrun or
     accelerate launch it runs on many processes.
     """
     from klamp.train.config import TrainConfig

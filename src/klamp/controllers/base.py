@@ -78,11 +78,12 @@ class State:
         kind = State.kinds.get(name) if isinstance(name, str) else None
         names = {f.name for f in fields(kind)} if kind else set()
         given = {k: v for k, v in saved.items() if k != "kind"}
-        if name == "HoldState" and "told" in given:
+        if name == "HoldState" and set(given) != names and {f.name for f in fields(State)} <= set(given):
             raise ConfigError(
-                f"a saved controller state is of an earlier law of Hold, which this version does not go on from. Its "
-                f"last price was {shown(given.get('beta'))}: start a new run from the saved weights with kl.beta at it "
-                "(Hold(init_beta=...).init() in your own loop), or resume with the version that saved it."
+                "a saved controller state is of an earlier law of Hold, which this version does not go on from. Its "
+                f"last price was {(last := shown(given['beta']))}. Resume with ‹kl.beta={last}› to go on from that "
+                f"price, start with Hold(..., init_beta={last}).init() in your own loop, or use the version that saved "
+                "it."
             )
         if kind is None or set(given) != names:
             raise ConfigError(

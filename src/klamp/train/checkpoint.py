@@ -160,16 +160,19 @@ def _in_order(config: Path) -> None:
 def law_note(saved: Saved, controller: str) -> str:
     """What to say where ``Hold`` followed another law when this was saved."""
     same = json.loads((saved.path / "trainer.json").read_text(encoding="utf-8")).get("law") == LAW
-    return "" if same or controller != "hold" else ". Hold's law has changed since: the new one goes on from its price"
+    return (
+        "" if same or controller != "hold" else ". Hold's law has changed since; the new law goes on from the old price"
+    )
 
 
-def load(saved: Saved, learner: Learner, *, control: bool = True) -> int:
+def load(saved: Saved, learner: Learner, *, control: bool = True, price: bool = True) -> int:
     """Put everything back as it was after ``saved.step`` and return the step.
 
-    Without ``control`` the learner's stays as it is: that of LocalBackend may be another at every step.
+    Without ``control`` the learner's stays as it is: that of LocalBackend may be another at every step. Without
+    ``price`` the controller has not started, and the rest of the control goes on.
     """
     try:
-        return _load(saved, learner, control)
+        return _load(saved, learner, control, price)
     except KlampError:
         raise
     # Whole by its own manifest, and yet not what klamp writes: hand-made, or of another model.
@@ -182,7 +185,7 @@ def load(saved: Saved, learner: Learner, *, control: bool = True) -> int:
         ) from error
 
 
-def _load(saved: Saved, learner: Learner, control: bool) -> int:
+def _load(saved: Saved, learner: Learner, control: bool, price: bool) -> int:
     folder = saved.path
     state = json.loads((folder / "trainer.json").read_text(encoding="utf-8"))
     if not isinstance(state, dict) or state.get("format") != FORMAT:
@@ -193,7 +196,8 @@ def _load(saved: Saved, learner: Learner, control: bool) -> int:
     restore_moments(learner.policy, learner.optimizer, load_file(folder / "optimizer.safetensors"))
     learner.skipped = int(state["skipped"])
     if control:
-        learner.control = learner.control.from_dict(state["steering"])
+        steering = state["steering"]
+        learner.control = learner.control.from_dict(steering if price else {**steering, "controller": None})
     extra = folder / "reference.safetensors"
     learner.reference.load(load_file(extra) if extra.is_file() else {}, saved.step)
     now = learner.reference.identity()

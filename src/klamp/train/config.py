@@ -337,13 +337,15 @@ class TrainConfig:
     def _with(self, run: TrainConfig) -> TrainConfig:
         """What was left out here as ``run`` has it."""
         kl = self.kl
-        target = run.kl.target if kl.target == "auto" else kl.target
+        if kl.controller == run.kl.controller:  # another one is refused, and may not fit the run's target
+            target = run.kl.target if kl.target == "auto" else kl.target
+            kl = replace(kl, target=target, per=kl.per or run.kl.per)
         return replace(
             self,
             steps=self.steps or run.steps,
             rollout=_filled(self.rollout, run.rollout, "prompts", "group_size", "max_tokens"),
             optim=_filled(self.optim, run.optim, "lr"),
-            kl=replace(kl, target=target, per=kl.per or run.kl.per),
+            kl=kl,
         )
 
 

@@ -184,10 +184,13 @@ class Trainer:
             self.accelerator.init_trackers(Path(config.run).name)
         done = 0
         if saved is not None:
-            done = checkpoint.load(saved, self.learner)
+            since = self.folder.changes_since(saved.step, self.changes)
+            done = checkpoint.load(saved, self.learner, price="kl.beta" not in since)
             self.sampler.refresh(done)
-            if "kl.target" in self.changes:
-                self.learner.control = self.learner.control.retarget(*self.changes["kl.target"])
+            if "kl.target" in since:
+                self.learner.control = self.learner.control.retarget(*since["kl.target"])
+            if "kl.beta" in since:
+                self.learner.control = self.learner.control.init()
             law = checkpoint.law_note(saved, config.kl.controller)
             self.display.say(f"resuming after step {done} from {saved.path}{_told(self.changes)}{law}")
         elif config.resume:

@@ -14,6 +14,7 @@ HOW = ("run", "resume", "skip_damaged")
 """Fields that say how a command goes about a run and nothing about the run itself."""
 MAY_CHANGE = (
     "steps",
+    "kl.beta",
     "kl.target",
     "kl.limit",
     "optim.lr",
@@ -26,7 +27,8 @@ MAY_CHANGE = (
     "device",
     "process_timeout",
 )
-"""Fields that may differ between a run and its resumption. Each change is an event of the run."""
+"""Fields that may differ between a run and its resumption. Each change is an event of the run. From another ``kl.beta``
+the controller starts anew."""
 Changes = dict[str, tuple[Any, Any]]
 """By field: what it was and what it is now."""
 
@@ -37,11 +39,13 @@ def changes(run: Path, old: ResolvedConfig, new: ResolvedConfig) -> Changes:
     found = {k: (before.get(k), after.get(k)) for k in after if before.get(k) != after.get(k) and k not in HOW}
     # Going on from a saved step with that step as the new anchor is said in so many words, and is this run.
     anchored = isinstance(parse(new.kl.reference), CheckpointStep)
-    for field, (was, now) in found.items():
-        if field not in MAY_CHANGE and not (anchored and field == "kl.reference"):
+    for field in sorted(found, key=lambda name: name != "kl.controller"):  # which target and unit go with
+        was, now = found[field]
+        may_change = field in MAY_CHANGE and not (field == "kl.beta" and now is None)
+        if not may_change and not (anchored and field == "kl.reference"):
             raise ConfigError(
-                f"‹{field}› is {shown(was)} in run {str(run)!r} and cannot become {shown(now)} when it is "
-                "resumed. Leave it out, or choose another --run. Steps, ‹kl.target›, ‹kl.limit›, ‹optim.lr› and "
-                "the settings of saving and logging may change."
+                f"‹{field}› is {shown(was)} in run {str(run)!r} and cannot become {shown(now)} when it is resumed. "
+                f"Keep it at {shown(was)}, or choose another --run. Steps, ‹kl.beta›, ‹kl.target›, ‹kl.limit›, "
+                "‹optim.lr› and the settings of saving and logging may change."
             )
     return found

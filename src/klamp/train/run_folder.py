@@ -97,6 +97,18 @@ class RunFolder:
         event = {"step": step, "event": "resumed", "changes": {k: list(v) for k, v in changes.items()}}
         self.append(self.events, event)
 
+    def changes_since(self, step: int, last: Changes) -> Changes:
+        """What was changed since ``step`` was saved, ``last`` included: killed before it saved again, a run has noted
+        changes that its newest checkpoint does not know."""
+        rows = [row for _, row in strict_json.whole(self.events) if isinstance(row.get("changes"), dict)]
+        noted = [row["changes"] for row in rows if isinstance(row.get("step"), int) and row["step"] >= step]
+        found: Changes = {}
+        for once in (*noted, last):
+            for field, pair in once.items():
+                if isinstance(pair, list | tuple) and len(pair) == 2:
+                    found[field] = (found.get(field, pair)[0], pair[1])
+        return {field: (was, now) for field, (was, now) in found.items() if was != now}
+
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Refuse a second process on this folder. The lock is the kernel's: it goes when its process does."""
