@@ -165,6 +165,9 @@ LEAP = 4.5
 """A step that multiplies KL on its own tokens by more tells nothing of fresh ones: a first step of Adam's moves its own
 tokens by 0.07 nats and fresh ones by 0.002. The level then starts anew from the next reading."""
 
+MOST_BIAS = 0.5
+"""Fresh KL that grew by half in a step, and own tokens that show nothing of it, would be no measurement any more."""
+
 
 @dataclass(frozen=True)
 class GaugeState:
@@ -204,9 +207,9 @@ class Gauge:
     drift: float = 0.02
     """How far the sum of the changes goes astray in a step. Over the noise of the readings it is their weight, as in a
     steady Kalman filter."""
-    learn_bias: float = 0.02
+    learn_bias: float = 0.05
     """How fast the part of that error which has one sign is learned: an update lowers or raises KL most on its own
-    tokens, on a real model by 2 % a step more than on fresh ones."""
+    tokens, at a usual learning rate by 2 % a step more than on fresh ones, at four times that by 15 %."""
     learn: float = 0.1
     """How fast the share of growth is learned, where a step grew by much; from small growths nothing is."""
 
@@ -248,7 +251,7 @@ class Gauge:
         # What growth may explain corrects the share, the rest the bias; growth of 30 % halves it.
         bias = state.bias + self.learn_bias * surprise * 0.1 / (grown * grown + 0.1) if state.pairs > 3 else 0.0
         share = state.share + max(self.learn, first) * surprise * grown / (grown * grown + 0.1)
-        share, bias = min(max(share, 0.0), 1.2), min(max(bias, -0.05), 0.05)
+        share, bias = min(max(share, 0.0), 1.2), min(max(bias, -MOST_BIAS), MOST_BIAS)
         return GaugeState(level, fresh, share, state.pairs + 1, spread, surprise, bias)
 
     def carry(self, state: GaugeState, reading: float, last: Clamped) -> GaugeState:
@@ -270,8 +273,8 @@ class Gauge:
     def limit(self, state: GaugeState, limit: float, own: float) -> float:
         """The limit for own tokens that read ``own`` after the update.
 
-        It keeps 5 % back, and nearly half the noise of a reading for what of it is left in the level; 15 % / sqrt(n)
-        more while that rests on n readings.
+        It keeps back what fresh KL grows by beyond own tokens, 5 % at least, and nearly half the noise of a reading for
+        what of it is left in the level; 15 % / sqrt(n) more while that rests on n readings.
 
         Args:
             state: what is known so far.
@@ -282,7 +285,7 @@ class Gauge:
             The limit on own tokens.
         """
         check_limit(limit)
-        back = math.exp(-0.05 - 0.45 * math.sqrt(state.spread) - 0.15 / math.sqrt(state.pairs + 1))
+        back = math.exp(-max(state.bias, 0.05) - 0.45 * math.sqrt(state.spread) - 0.15 / math.sqrt(state.pairs + 1))
         if not _positive(own):
             return limit * back
         return limit * back * min(max(own / self._expected(state, own), 0.5), 3.0)

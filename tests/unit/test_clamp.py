@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import asdict
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -261,7 +263,7 @@ def test_gauge_follows_the_level_better_than_a_batch_reads_it() -> None:
         errors.append(math.log(state.level / level))
         grown = level * math.exp(0.05 * torch.randn((), generator=noise).item())
         last, level = Clamped(grown * batch, grown * batch), grown
-    assert float(torch.tensor(errors[20:]).std()) < 0.04
+    assert float(torch.tensor(errors[20:]).std()) < 0.05, "half of the batch's own error"
     assert GaugeState(**asdict(state)) == state
 
 
@@ -274,6 +276,28 @@ def test_gauge_learns_how_much_of_a_growth_is_fresh() -> None:
     # A growth that is always the same is learned twice, as a share and as a bias: together they are exact.
     assert state.share * math.log(2) + state.bias == pytest.approx(math.log(2) / 2, rel=1e-6)
     assert state.share == pytest.approx(0.5, abs=0.06), "the bias has no more than an eighth of it"
+
+
+def climb_at_the_limit(beyond: float, seed: int, noise: float = 0.08) -> list[float]:
+    """Fresh KL over its limit, where a step moves it by ``beyond`` (in logarithms) more than its own tokens show."""
+    draw, gauge, state, last, level, found = random.Random(seed), Gauge(), Gauge().init(), None, 0.02, []
+    for _ in range(80):
+        found.append(level / 0.055)
+        reading = level * math.exp(draw.gauss(0, noise))
+        state = gauge.update(state, reading, last, noise)
+        grown = math.exp(0.1 + draw.gauss(0, 0.03))
+        after = min(reading * grown, gauge.limit(state, 0.055, reading * grown))
+        level, last = level * math.exp(beyond) * after / reading, Clamped(reading * grown, after)
+    return found
+
+
+@pytest.mark.parametrize("beyond", [0.0, 0.03, 0.1, 0.15])
+def test_fresh_kl_that_grows_beyond_own_tokens_is_held_too(beyond: float) -> None:
+    """On ``tiny`` at four times its usual learning rate it is some 0.15 a step: own tokens are pulled back, others not."""
+    runs = [climb_at_the_limit(beyond, seed) for seed in range(20)]
+    late = [kl for run in runs for kl in run[40:]]
+    assert 0.8 < fmean(late) < 0.97
+    assert sorted(late)[int(0.99 * len(late))] < 1.1
 
 
 @given(st.lists(st.tuples(st.floats(), st.floats(), st.floats(), st.floats()), max_size=20))
@@ -293,7 +317,7 @@ def test_the_first_steps_of_a_fast_run_neither_clamp_a_low_kl_nor_leave_the_leve
         state = gauge.update(state, fresh, last, noise=0.08)
         allowed = gauge.limit(state, limit, own)
         last = Clamped(own, min(own, allowed))
-        assert own <= allowed, f"fresh KL {fresh} is far from its limit, and {own} of {allowed} was undone"
+        assert own <= allowed or fresh > 0.9 * limit, f"fresh KL {fresh} is low, and {own} of {allowed} was undone"
     # Readings that are good to 8 % count for a part, so the level trails a climb of 4 to 8 % a step: 8 % here.
     assert state.level == pytest.approx(0.050, rel=0.12)
     assert allowed < 1.1 * limit

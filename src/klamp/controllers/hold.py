@@ -38,7 +38,7 @@ EARLY = 1.5  # at the n-th reading the bandwidth is at least EARLY / n: first re
 SURPRISE = 0.5  # of log x: the most that one reading says
 TOLD = 4.0  # so much rather a surprise is put down to the pace than to a price that was told; if not told, a quarter
 # The price.
-DAMPING = 2.0  # least exponent of x in a told price: as KL itself. x is judged as far ahead as momentum reaches
+DAMPING = 2.0  # least exponent of x in a told price: as KL itself. x is that of the step that the price acts on
 PATIENCE = 24.0  # steps in which slower plants are brought to the target: the exponent grows with the steps they take,
 BOLDEST = 6.0  # up to this, which is also the factor below rho* that a price nobody told may go to
 
@@ -79,7 +79,7 @@ class Hold:
     target: float | base.Target
     per: Unit | None = None
     init_beta: float | None = None
-    bounds: Bounds = (1e-6, 1e4)
+    bounds: Bounds = (1e-12, 1e12)
 
     def __post_init__(self) -> None:
         base.settle_target(self)
@@ -188,11 +188,11 @@ def _free(x: float) -> float:
 
 
 def _price(state: HoldState) -> float:
-    """``log rho = log rho* + k log x``, with x as far ahead as momentum carries it.
+    """``log rho = log rho* + k log x``, with x as it will be when the price acts: a step ahead.
 
     A price that was told charges what is above the target, and pushes nothing towards it. One that was not may be wrong
     by ten, and a plant that it slows down cannot be told from one that is slow: it is pushed.
     """
-    ahead = math.log(max(state.x + state.pace / MOMENTUM, LEAST))
+    ahead = math.log(max(state.x + state.pace, LEAST))
     push = clip(1 / (math.exp(state.rate) * PATIENCE) - 1, DAMPING if state.least else 0.0, BOLDEST)
     return state.best + max(push * ahead, 0.0 if state.least else -math.log(BOLDEST))
