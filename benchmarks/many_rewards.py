@@ -20,7 +20,9 @@ DEVELOPMENT = ("sentiment", "vowels", "word 2 %", "never")
 HELD_OUT = ("commas", "word 0.3 %", "noise", "format", "sentiment x 1000")
 HELD_OUT_2 = ("letters", "avoid", "noisy sentiment")
 """Added when the first held-out half had been seen."""
-HALVES = {"development": DEVELOPMENT, "held-out": HELD_OUT, "held-out-2": HELD_OUT_2}
+HELD_OUT_3 = ("length", "distinct words", "positive", "turning", "by prompt")
+"""Added when the law was settled, and run once."""
+HALVES = {"development": DEVELOPMENT, "held-out": HELD_OUT, "held-out-2": HELD_OUT_2, "held-out-3": HELD_OUT_3}
 SPARSE = {"word 2 %": 0.02, "word 0.3 %": 0.003}
 AVOIDED = {"avoid": 0.05}
 """Rewards for the absence of a word, by the share of the reference's completions that hold it."""
@@ -39,6 +41,11 @@ WHAT = {
     "letters": "mean letters of a word, dense",
     "avoid": "does not hold a word that 5 % hold: nearly always 1",
     "noisy sentiment": "VADER's score and twice as much noise",
+    "length": "words of the completion, dense: KL per sequence and per token part ways",
+    "distinct words": "share of words that are not repeated, dense and nearly saturated",
+    "positive": "1 where VADER's score is above 0.5, a step",
+    "turning": "vowels, and after half of the run their absence",
+    "by prompt": "vowels or their absence, by the prompt",
 }
 
 
@@ -72,6 +79,34 @@ def lacks(prompts: list[str], completions: list[str], *, word: str, **_: Any) ->
 
 def short_sentence(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     return [float(len(text.split()) <= 16 and text.rstrip().endswith(".")) for text in completions]
+
+
+def length(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return [float(len(text.split())) for text in completions]
+
+
+def distinct(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    words = [re.findall(r"[a-z]+", text.lower()) for text in completions]
+    return [len(set(each)) / max(len(each), 1) for each in words]
+
+
+def positive(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return [float(score > 0.5) for score in sentiment(prompts, completions)]
+
+
+def by_prompt(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return [v if len(p) % 2 else -v for p, v in zip(prompts, vowels(prompts, completions), strict=True)]
+
+
+class Turning:
+    """Vowels for 30 batches, then their absence."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def __call__(self, prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        self.batches += 1
+        return [v if self.batches <= 30 else -v for v in vowels(prompts, completions)]
 
 
 def never(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
@@ -111,6 +146,11 @@ def reward(name: str, words: dict[str, str], seed: int) -> Reward:
         "letters": letters,
         "noisy sentiment": Noisy(seed),
         "sentiment x 1000": partial(sentiment, scale=1000.0),
+        "length": length,
+        "distinct words": distinct,
+        "positive": positive,
+        "turning": Turning(),
+        "by prompt": by_prompt,
     }
     return Noise(seed) if name == "noise" else plain[name]
 
@@ -123,7 +163,7 @@ def calibrate(completions: Sequence[str], group: int) -> dict[str, Any]:
         wanted = share * len(completions)
         words[name] = min(present, key=lambda w: (abs(math.log(present[w] / wanted)), w))
     spreads = {}
-    for name in (*DEVELOPMENT, *HELD_OUT, *HELD_OUT_2):
+    for name in (name for half in HALVES.values() for name in half):
         values = reward(name, words, 0)([""] * len(completions), list(completions))
         spreads[name] = _spread(values, group)
     shares = {name: present[w] / len(completions) for name, w in words.items()}

@@ -293,7 +293,7 @@ def climb_at_the_limit(beyond: float, seed: int, noise: float = 0.08) -> list[fl
 
 @pytest.mark.parametrize("beyond", [0.0, 0.03, 0.1, 0.15])
 def test_fresh_kl_that_grows_beyond_own_tokens_is_held_too(beyond: float) -> None:
-    """On ``tiny`` at four times its usual learning rate it is some 0.15 a step: own tokens are pulled back, others not."""
+    """On ``tiny`` at four times its usual rate it is some 0.15 a step: own tokens are pulled back, others are not."""
     runs = [climb_at_the_limit(beyond, seed) for seed in range(20)]
     late = [kl for run in runs for kl in run[40:]]
     assert 0.8 < fmean(late) < 0.97
