@@ -13,9 +13,13 @@ from klamp.train.config import KLConfig, OptimConfig, TrainConfig
 from klamp.train.kl_config import control_of
 from klamp.train.loop import Trainer
 
+TARGET = 4e-4
+"""Less than five times the floor of a bfloat16 model."""
+
 
 def first_step(tmp_path: Path, dtype: str) -> dict[str, float]:
-    config = TrainConfig(model="tiny", run=str(tmp_path / dtype), steps=1, dtype=dtype, optim=OptimConfig(lr=1e-6))  # type: ignore[arg-type]
+    kl, optim = KLConfig(target=TARGET, per="token"), OptimConfig(lr=1e-6)
+    config = TrainConfig(model="tiny", run=str(tmp_path / dtype), steps=1, dtype=dtype, kl=kl, optim=optim)  # type: ignore[arg-type]
     trainer = Trainer(config, quiet=True)
     before = {n: p.detach().clone() for n, p in trainer.learner.policy.model.named_parameters()}
     trainer.learner.applied = 0
@@ -26,9 +30,26 @@ def first_step(tmp_path: Path, dtype: str) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_bfloat16_has_a_floor_and_float32_has_none(tmp_path: Path) -> None:
-    assert 1e-4 < first_step(tmp_path, "bfloat16")["kl/floor"] < 5e-3
+def test_a_run_in_bfloat16_logs_its_floor_and_says_that_the_target_is_near_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert TARGET / 5 < first_step(tmp_path, "bfloat16")["kl/floor"] < 5e-3
+    assert "the target 0.0004 is less than 5 times the floor" in caplog.text
+    caplog.clear()
     assert first_step(tmp_path, "float32")["kl/floor"] == 0
+    assert "floor" not in caplog.text
+
+
+@pytest.mark.parametrize(("floor", "undone"), [(0.002, False), (0.0, True)])
+def test_the_clamp_undoes_nothing_of_a_kl_that_is_rounding_alone(floor: float, undone: bool) -> None:
+    control = control_of(KLConfig(target=0.001, per="token")).init(spread=1.0, length=24, floor=floor)
+    control = control.before_update(0.002, spread=1.0, n=32)
+    scales: list[float] = []
+    after = control.after_update(lambda: 0.002, scales.append)  # however far the weights are scaled back
+    assert after.clamped is not None
+    assert (after.clamped.scale < 1) is undone
+    assert bool(scales) is undone
 
 
 def test_at_the_floor_the_controller_reads_nothing_and_at_the_target_the_target() -> None:
