@@ -114,7 +114,7 @@ def _reward(arm: Arm) -> str:
 def _band(found: Figures) -> str:
     if not found.entered:
         return ""
-    highest = f"at most {found.highest:.2f} × target"
+    highest = f"highest reading {found.highest:.2f} × target"
     return (
         f"KL entered its band at step {found.entry:.0f} and was in it for {percent(found.in_band)} of the steps since, "
         f"{highest}."
