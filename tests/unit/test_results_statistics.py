@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 
 from klamp.controllers import Hold
 from klamp.errors import ConfigError, KlampError
-from klamp.experiments.compare import best_constant, coarse_constants, fine_constants, named_arm, parse_arms
+from klamp.experiments.compare import (
+    CompareConfig,
+    best_constant,
+    coarse_constants,
+    fine_constants,
+    load,
+    named_arm,
+    parse_arms,
+)
 from klamp.results import records
 from klamp.results.records import Record, Series
 from klamp.results.statistics import at_equal_kl, difference, figures, first_entry, gain, interval, paired
@@ -98,6 +106,14 @@ def test_constants_are_log_spaced_around_the_first_price_of_hold() -> None:
     assert coarse[2] <= 0.55 * coarse[3] < 1.9 * coarse[3] <= coarse[4], "constants that hold targets lie in the middle"
     for values, ratio in ((coarse, 2.0), (fine, 2**0.25)):
         assert [b / a for a, b in itertools.pairwise(values)] == pytest.approx([ratio] * 6, rel=1e-3)
+
+
+def test_an_oracle_whose_constants_were_not_run_says_how_to_get_them(tmp_path: Path) -> None:
+    reference = {"perplexity": {"heldout": 9.0}, "probes": [], "samples": [], "length": 24.0}
+    (tmp_path / "reference.json").write_text(json.dumps(reference))
+    config = CompareConfig(arms=("hold",), oracle=True).resolved()
+    with pytest.raises(ConfigError, match="lacks constants that the oracle is chosen from.*Run the same klamp compare"):
+        load(tmp_path, config, [])
 
 
 def test_arms_are_parsed_with_commas_or_without_and_refused_by_name() -> None:

@@ -276,7 +276,13 @@ def load(path: Path, config: ResolvedComparison, chosen: Sequence[Arm]) -> Compa
     arms = {a.name: _records(config, folder, a) for a in chosen}
     constants: dict[str, list[records.Record]] = {}
     if config.oracle:
-        best = closest(config, folder, _coarse(config, folder))
+        coarse = _coarse(config, folder)
+        if not all((run_folder(folder, arm, 0) / "metrics.jsonl").is_file() for arm in coarse):
+            raise ConfigError(
+                f"{str(path)!r} lacks constants that the oracle is chosen from: it was stopped before, or an earlier "
+                "klamp took others. Run the same klamp compare again; it runs what is missing."
+            )
+        best = closest(config, folder, coarse)
         for beta in fine_constants(float(best.kl["beta"])):
             constants[constant_arm(beta).name] = _records(config, folder, constant_arm(beta))
     oracle = best_constant(constants, target, config.steps) if constants else None
