@@ -36,6 +36,13 @@ def test_a_full_fine_tune_without_a_reference(trainer: Make) -> None:
         KLControl(trainer(lora=False, beta=0.0), HOLD)
 
 
+def test_a_checkpoint_with_a_hold_of_an_earlier_law(trainer: Make) -> None:
+    control = KLControl(trainer(), HOLD)
+    old = {"kind": "HoldState", "beta": 0.31, "updates": 9, "skipped": 0, "lean": 0.0, "moved": 8, "odds": -2.0}
+    with pytest.raises(ConfigError, match=r"earlier law of Hold.*In TRL: remove 'klamp.KLControl' from stateful_call"):
+        control.load_state_dict({**control.state_dict(), "controller": old})
+
+
 def test_what_it_would_have_been(trainer: Make) -> None:
     t = trainer(lora=False, beta=0.0, max_steps=1)
     t.beta = 0.1

@@ -325,7 +325,13 @@ class KLControl(TrainerCallback):
                 f"the checkpoint was steered per {saved['per']}, this controller is per {self.per}. Give the "
                 "controller the unit of the checkpoint, or start without resuming."
             )
-        self.control = self.control.from_dict(saved)
+        try:
+            self.control = self.control.from_dict(saved)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error} In TRL: remove {SAVED!r} from stateful_callbacks in the checkpoint's trainer_state.json, and "
+                "the price starts anew from the next batch."
+            ) from None
         self.moved, self.settled = bool(saved["moved"]), bool(saved["settled"])
 
 
