@@ -280,7 +280,7 @@ def show(settings: Settings, outcomes: list[Outcome], console: Console) -> None:
 def main(settings: Settings) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    console = Console(width=None if sys.stdout.isatty() else 110)
+    console = Console(width=None if sys.stdout.isatty() else 130)
     outcomes = run_all(settings, console)
     show(settings, outcomes, console)
     if settings.out is not None:
