@@ -194,6 +194,21 @@ def test_the_last_policy_is_judged_on_fresh_samples(fresh: float, noise: float, 
     assert check(made, "KL of hold at the end").found.startswith(f"{fresh:.2f} × (± {196 * noise:.0f} %)")
 
 
+@pytest.mark.parametrize(
+    ("reading", "noise", "holds"),
+    [(0.75, 0.01, False), (0.75, 0.08, None), (1.3, 0.02, False), (1.3, 0.06, None), (0.85, 0.0, True)],
+)
+def test_readings_out_of_the_band_by_their_noise_alone_decide_nothing(
+    reading: float, noise: float, holds: bool | None
+) -> None:
+    made = comparison(hold=(0.05, 0.5, 9.3))
+    for record in made.arms["hold"]:
+        for i in range(40, 60, 2):  # a third of the second half
+            record.series["kl/steered"].values[i], record.series["kl/noise"].values[i] = reading * TARGET, noise
+    assert kept(made)["band"] is holds
+    assert ("100.0 % within the noise of the readings" in check(made, "hold in band").found) is (holds is None)
+
+
 def test_one_bad_seed_is_enough_whichever_reads_highest() -> None:
     made = with_reading(1.0, 0.02, fresh=1.3, fresh_noise=0.2)  # the highest, and within its noise
     last = made.arms["hold"][2].series

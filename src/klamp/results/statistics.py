@@ -157,9 +157,22 @@ def first_entry(record: Record, target: float | None) -> float | None:
 
 def beyond_noise(record: Record) -> list[float]:
     """``KL / (1 + 1.96 noise)`` of every step: the least KL that could have given this reading, 19 times of 20."""
-    kl, noise = record.get("kl/steered").values, record.get("kl/noise").values
+    return [kl / (1 + 1.96 * noise) for _, kl, noise in _readings(record)]
+
+
+def perhaps_in_band(records: Sequence[Record], target: float) -> float:
+    """Share of the second half's steps whose reading is in band, or out of it by no more than its own noise."""
+    low, high = (1 - BAND) * target, (1 + BAND) * target
+    entered = [r for r in records if first_entry(r, target) is not None]
+    late = [(kl, noise) for r in entered for step, kl, noise in _readings(r) if step >= r.last_step / 2]
+    return _mean([kl / (1 + 1.96 * noise) <= high and kl >= low * (1 - 1.96 * noise) for kl, noise in late])
+
+
+def _readings(record: Record) -> list[tuple[float, float, float]]:
+    """Step, KL and its relative standard error, 0 where that is not known, of every step with a finite KL."""
+    kl, noise = record.get("kl/steered"), record.get("kl/noise").values
     known = (n if 0 < n < math.inf else 0.0 for n in noise) if len(noise) else itertools.repeat(0.0)
-    return [v / (1 + 1.96 * n) for v, n in zip(kl, known, strict=False) if math.isfinite(v)]
+    return [(s, v, n) for s, v, n in zip(kl.steps, kl.values, known, strict=False) if math.isfinite(v)]
 
 
 def fresh(record: Record) -> list[tuple[float, float]]:
