@@ -385,6 +385,85 @@ def test_a_signal_that_comes_late_and_suddenly_does_not_overshoot(rate: float) -
     assert max(kls) < 1.6
 
 
+@pytest.mark.parametrize("silence", [20, 120, 400, 2000])
+def test_a_silence_says_nothing_about_the_price_however_long_it_is(silence: int) -> None:
+    hold = Hold(6.0, "sequence")
+    state = hold.init(spread=1.0)
+    for _ in range(20):
+        state = hold.update(state, 3.0, spread=1.0)
+    known = state.best
+    for _ in range(silence):
+        state = hold.update(state, 3.0, spread=0.0)
+    assert state.best == pytest.approx(known, abs=0.05)
+    for _ in range(20):
+        state = hold.update(state, 3.0, spread=1.0)
+    assert RHO / 2 <= state.beta <= 2 * RHO
+
+
+def test_the_first_signal_after_a_silent_start_counts_in_full() -> None:
+    hold = Hold(6.0, "sequence")
+    state = hold.init(spread=0.0)
+    for _ in range(30):
+        state = hold.update(state, 0.0, spread=0.0)
+    assert hold.update(state, 0.0, spread=0.9).beta == pytest.approx(0.9 * RHO, rel=0.1)
+
+
+def test_a_told_price_ends_at_ten_times_the_first_where_no_price_holds_kl() -> None:
+    """At twice the usual rate on ``tiny``, ten times the price leaves KL where three times leaves it: 2.3 x target."""
+    hold = Hold(6.0, "sequence")
+    start = state = hold.init(spread=1.0)
+    for _ in range(400):
+        state = hold.update(state, 2.3 * 6.0, spread=1.0)
+    assert state.beta == pytest.approx(10 * start.beta)
+    for _ in range(40):
+        state = hold.update(state, 0.7 * 6.0, spread=1.0)
+    assert state.beta < 8 * start.beta, "it comes down as soon as KL does"
+
+
+def test_one_reading_that_is_known_to_be_noise_moves_no_price_by_half() -> None:
+    hold = Hold(0.05, "token")
+    state = hold.init(spread=1.0, length=24.0)
+    step = plant(0.1, state.beta)
+    for _ in range(40):
+        state = hold.update(state, 0.05 * step(state.beta), spread=1.0, noise=0.1)
+    before = state.beta
+    betas = []
+    for t in range(20):
+        kl = 0.05 * step(state.beta)
+        state = hold.update(state, 10 * kl if t == 0 else kl, spread=1.0, noise=1.0 if t == 0 else 0.1)
+        betas.append(state.beta / before)
+    assert max(betas) < 1.5
+    assert min(betas) > 0.7
+
+
+@pytest.mark.parametrize("new", [0.0125, 0.1, 0.2])
+def test_a_new_target_keeps_what_is_known_of_the_plant(new: float) -> None:
+    """Slow, at rest, told: the price for the new target goes with its root, and stays as sure as it was."""
+    hold, other = Hold(0.05, "token"), Hold(new, "token")
+    state = hold.init(spread=1.0, length=24.0)
+    step, ideal = plant(0.03, state.beta), state.beta * math.sqrt(0.05 / new)
+    for _ in range(150):
+        state = hold.update(state, 0.05 * step(state.beta), spread=1.0)
+    state = state.retargeted(0.05, new)
+    betas = []
+    for _ in range(150):
+        betas.append(state.beta)
+        state = other.update(state, 0.05 * step(state.beta), spread=1.0)
+    assert ideal / 2 <= min(betas)
+    assert 0.05 * step(state.beta) == pytest.approx(new, rel=0.2)
+
+
+@pytest.mark.parametrize("bounds", [(0.0, math.inf), (0.0, 1e3), (1e-300, 1e300)])
+@pytest.mark.parametrize("spread", [1e-30, 1e30])
+def test_no_scale_and_no_bounds_lead_out_of_arithmetic(bounds: tuple[float, float], spread: float) -> None:
+    hold = Hold(0.05, "token", bounds=bounds)
+    for state in (hold.init(), hold.init(spread=min(spread, 1e3), length=24.0)):
+        for _ in range(50):
+            state = hold.update(state, 0.1, spread=spread)
+        assert bounds[0] <= state.beta <= bounds[1]
+        assert 0 < state.beta < math.inf
+
+
 def test_a_first_batch_without_signal_is_as_good_as_one_with_it() -> None:
     hold = Hold(6.0, "sequence")
     nothing, full = hold.init(spread=0.0), hold.init(spread=1.0)

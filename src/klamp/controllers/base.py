@@ -314,6 +314,18 @@ def first_price(name: str, init_beta: float | None, bounds: Bounds) -> float:
     return first
 
 
+def tokens(name: str, per: Unit | None, length: float | None) -> float:
+    """How many times a target counts in a sequence: 1 where it is per sequence, else the mean number of tokens."""
+    if per == "sequence":
+        return 1.0
+    if length is None:
+        raise ConfigError(
+            f"length is missing: {name}.init(spread=...) with per={per!r} needs the mean number of tokens in a "
+            "completion. Pass length=..., or leave spread out to start at init_beta."
+        )
+    return require_number("length", length, above=0, way_out="It is the mean number of tokens in a completion.")
+
+
 def check_bounds(name: str, bounds: Bounds | None, *, around: float | None = None, field: str = "init_beta") -> None:
     """Bounds are (low, high) with 0 <= low < high, and contain the starting price."""
     if bounds is None:

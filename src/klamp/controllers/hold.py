@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from klamp.controllers import base
 from klamp.controllers.base import Bounds, State, clip
-from klamp.errors import ConfigError, require_number, unknown
+from klamp.errors import require_number, unknown
 from klamp.masked import Unit
 
 PRESETS = {"conservative": 0.02, "moderate": 0.08, "aggressive": 0.15}
@@ -28,6 +28,7 @@ LEAST, DRIVES, RATES = 1e-3, (0.05, 20.0), (math.log(1 / 400), math.log(1 / 2))
 """Where x, rho* / rho and log rate are cut off, so that arithmetic stays finite."""
 
 DOUBT = 2.0  # a price that was told falls no lower than half of it: constants that hold targets lie at 0.5 to 1.9 of it
+CEILING = 10.0  # times a told price the reward is a tenth of the gradient: more pulls no harder, for Adam normalises it
 FIRST_RATE = 0.05  # a climb to the target in 20 steps; real ones take 3 to 80
 WALK = 0.15  # share of gradient noise in the climb at the target; by noise alone KL, not x, grows evenly: a random walk
 MOMENTUM = 0.28  # share of a step's own push in the pace: delays of 1 to 5 steps and Adam's ten, met in the middle
@@ -63,8 +64,10 @@ class HoldState(State):
     """Readings since KL left zero."""
 
     def retargeted(self, old: float, new: float) -> HoldState:
-        """A new start at ``beta sqrt(old / new)``: KL goes as ``1 / beta²``, and the rest is relative to the target."""
-        return HoldState(beta=(beta := self.beta * math.sqrt(old / new)), best=math.log(beta))
+        """The same plant in units of another target: x goes as ``1 / sqrt(target)``, and so does the price."""
+        k = math.sqrt(old / new)
+        scaled = {name: k * getattr(self, name) for name in ("beta", "least", "x", "pace")}
+        return replace(self, **scaled, best=self.best + math.log(k), rate=clip(self.rate + math.log(k), *RATES))
 
     @property
     def spread(self) -> float:
@@ -104,19 +107,9 @@ class Hold:
             first = base.first_price("Hold", self.init_beta, self.bounds)
             return HoldState(beta=first, best=math.log(first))
         require_number("spread", spread, at_least=0, way_out="It is the RMS spread of the advantages in a group.")
-        rho = 1 / math.sqrt(2 * base.nats(self.target) * self._tokens(length))
+        rho = 1 / math.sqrt(2 * base.nats(self.target) * base.tokens("Hold", self.per, length))
         beta = clip(rho * (spread or 1.0), *self.bounds)
         return HoldState(beta=beta, best=math.log(rho), least=rho / DOUBT, square=spread**2)
-
-    def _tokens(self, length: float | None) -> float:
-        if self.per == "sequence":
-            return 1.0
-        if length is None:
-            raise ConfigError(
-                f"length is missing: Hold.init(spread=...) with per={self.per!r} needs the mean number of tokens in a "
-                "completion. Pass length=..., or leave spread out to start at init_beta."
-            )
-        return require_number("length", length, above=0, way_out="It is the mean number of tokens in a completion.")
 
     def update(
         self,
@@ -136,15 +129,17 @@ class Hold:
         if left_out := base.skip(state, kl, HoldState):
             return left_out
         state, signal = _driven(state, spread)
+        before = state.best
         ratio = max(base.observed(kl), 0.0) / base.nats(self.target)
         if state.steps or ratio > LEAST**2 or state.updates > 5:  # before, the policy still is its reference
             state = _observe(state, ratio, signal, noise if noise and math.isfinite(noise) else 0.0)
         state = replace(state, x=state.x * math.exp(-effort if 0 < effort < math.inf else 0.0))
-        low, high = max(self.bounds[0], base.SMALLEST), min(self.bounds[1], base.LARGEST)
-        least = max(state.least, low / state.spread)  # no wind-up of rho* beyond a price that can be charged
-        best = clip(state.best, math.log(least), math.log(max(least, high / state.spread)))
-        rho = max(math.exp(_price(replace(state, best=best))), state.least)
-        return replace(state, best=best, beta=clip(state.spread * rho, low, high))
+        low, high = (math.log(clip(b, base.SMALLEST, base.LARGEST)) - math.log(state.spread) for b in self.bounds)
+        if state.least:
+            low, high = max(low, math.log(state.least)), min(high, math.log(CEILING * DOUBT * state.least))
+        best = clip(state.best, min(low, before), max(high, before))  # no wind-up; nor does a spread that fades move it
+        rho = math.exp(clip(_price(replace(state, best=best)), low - 1e-9, high + 1e-9))  # meets a bound exactly
+        return replace(state, best=best, beta=clip(state.spread * rho, *self.bounds))
 
 
 def _driven(state: HoldState, spread: float | None) -> tuple[HoldState, float]:
@@ -152,7 +147,8 @@ def _driven(state: HoldState, spread: float | None) -> tuple[HoldState, float]:
     state = replace(state, updates=state.updates + 1)
     if spread is None or not 0 <= spread < 1e100:
         return state, 1.0
-    square = state.square + max(MOMENTUM, 1 / state.updates) * (spread * spread - state.square)
+    weight = max(MOMENTUM, 1 / state.updates) if state.square else 1.0  # the first signal, however late, counts in full
+    square = state.square + weight * (spread * spread - state.square)
     after = replace(state, square=square)
     if state.square == 0 and square > 0 and not state.least:  # a price that was given stays what it was
         after = replace(after, best=state.best - math.log(after.spread))
@@ -176,7 +172,8 @@ def _observe(state: HoldState, ratio: float, signal: float, noise: float) -> Hol
     held = min(x * x / (drive * _free(x)), 1.0)  # the share of the free pace that the price holds back
     price = held / (held + (1 - held) * (TOLD if state.least else 1 / TOLD))
     learned = surprise if surprise > 0 and x > 1 else signal * surprise  # without signal a low KL says nothing
-    x, pace = max(x * math.exp(to_x * surprise), min(math.sqrt(ratio) / 2, 2 * x)), pace + to_pace * x * surprise
+    leap = min(math.sqrt(ratio / (1 + 2 * noise)) / 2, 2 * x)  # beyond doubt, x is half of what was read at least
+    x, pace = max(x * math.exp(to_x * surprise), leap), pace + to_pace * x * surprise
     seen = math.log(max(x * pace / _free(x), LEAST))  # the free pace is no slower than one that was seen
     rate = clip(max(state.rate + w * (1 - price) * learned, seen), *RATES)
     return replace(state, steps=n, x=x, pace=pace, rate=rate, best=state.best + to_best * price * learned)
