@@ -304,8 +304,8 @@ class Control:
     def retarget(self, old: float | None, new: float | None) -> Control:
         """The state was steered to ``old``, and goes on to ``new``, the controller's target.
 
-        Hold starts anew at ``beta sqrt(old / new)``; rules that know a price alone keep it. What the monitor saw was
-        judged by the old target, and is forgotten.
+        Hold keeps what it knows, at ``beta sqrt(old / new)``; rules that know a price alone keep it. What the monitor
+        saw was judged by the old target, and is forgotten.
 
         Args:
             old: the target before. None: there was none.
