@@ -7,8 +7,8 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
-from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from statistics import fmean
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -21,13 +21,6 @@ TARGET, LIMIT, UNIT = 0.05, 1.1, 0.65
 Row = dict[str, Any]
 
 
-class Gain(NamedTuple):
-    """Reward gained over the reference, and what constants gain at the same KL."""
-
-    ours: float
-    theirs: float
-
-
 def late(values: Sequence[float]) -> float:
     """The mean of the last third."""
     return fmean(values[2 * len(values) // 3 :])
@@ -38,15 +31,27 @@ def first(rows: Sequence[Row]) -> float:
     return fmean(row["reward"][0] for row in rows)
 
 
-def gain(row: Row, constants: Sequence[Row], reference: float) -> Gain | None:
-    """At the KL of the last third, between the constants of the same seed; None outside of them."""
-    points = sorted((math.sqrt(max(late(c["kl"]), 0.0)), late(c["reward"])) for c in constants)
-    points = [(0.0, reference), *points]
-    x = math.sqrt(max(late(row["kl"]), 0.0))
-    for (a, ra), (b, rb) in pairwise(points):
+def point(row: Row) -> tuple[float, float]:
+    """``sqrt(KL)`` and reward of the last third."""
+    return math.sqrt(max(late(row["kl"]), 0.0)), late(row["reward"])
+
+
+def gain(rows: Sequence[Row], constants: Sequence[Row], reference: float) -> float | None:
+    """Reward gained over the reference as a share of what constants gain at the same KL; None beyond their KL.
+
+    What they gain there lies on the line between the means of each constant over its runs.
+    """
+    by_price = defaultdict(list)
+    for c in constants:
+        by_price[c["arm"]].append(point(c))
+    means = [(fmean(x for x, _ in runs), fmean(r for _, r in runs)) for runs in by_price.values()]
+    curve = sorted([(0.0, reference), *means])
+    ours = [point(row) for row in rows]
+    x, r = fmean(x for x, _ in ours), fmean(r for _, r in ours)
+    for (a, ra), (b, rb) in pairwise(curve):
         if a <= x <= b:
-            share = (x - a) / (b - a) if b > a else 0.0
-            return Gain(late(row["reward"]) - reference, ra + share * (rb - ra) - reference)
+            theirs = ra + (x - a) / (b - a) * (rb - ra) - reference if b > a else ra - reference
+            return (r - reference) / theirs if abs(theirs) > 1e-12 else None
     return None
 
 
@@ -66,17 +71,24 @@ def prices(row: Row, price: float) -> tuple[float, float]:
     return min(ratios), max(ratios)
 
 
-def compared(gains: Sequence[Gain]) -> str:
-    """``gained / theirs`` with its interval over seeds."""
-    if not gains or abs(fmean(g.theirs for g in gains)) < 1e-12:
+def compared(rows: Sequence[Row], constants: Sequence[Row]) -> str:
+    """The gain in per cent with its 95 % interval: the jackknife over seeds."""
+    every = [*rows, *constants]
+
+    def without(seed: int | None) -> float | None:
+        own, theirs = ([r for r in part if r["seed"] != seed] for part in (rows, constants))
+        return gain(own, theirs, first([*own, *theirs])) if own and theirs else None
+
+    seeds = sorted({r["seed"] for r in every})
+    ratio, each = without(None), [without(seed) for seed in seeds]
+    if ratio is None:
         return ""
-    scale = fmean(g.theirs for g in gains)
-    ratio = fmean(g.ours for g in gains) / scale
-    if len(gains) < 2:
+    known = [g for g in each if g is not None]
+    if len(known) < max(len(seeds), 2):
         return f"{100 * ratio:.0f}"
-    spread = stdev((g.ours - g.theirs) / scale for g in gains)
-    half = student(len(gains) - 1) * spread / math.sqrt(len(gains))
-    return f"{100 * ratio:.0f} ± {100 * half:.0f}"
+    mean, n = fmean(known), len(known)
+    error = math.sqrt((n - 1) / n * sum((g - mean) ** 2 for g in known))
+    return f"{100 * ratio:.0f} ± {100 * student(n - 1) * error:.0f}"
 
 
 def over(row: Row) -> float:
@@ -85,15 +97,10 @@ def over(row: Row) -> float:
     return max(kl / (1 + 1.96 * noise) for kl, noise in noisy) / (LIMIT * TARGET)
 
 
-def cells(rows: Sequence[Row], constants: Sequence[Row], price: float, reference: float) -> list[str]:
+def cells(rows: Sequence[Row], constants: Sequence[Row], price: float) -> list[str]:
     """One arm on one reward."""
-    by_seed = defaultdict(list)
-    for c in constants:
-        by_seed[c["seed"]].append(c)
-    same = {r["seed"]: by_seed[r["seed"]] if len(by_seed[r["seed"]]) > 1 else constants for r in rows}
-    gains = [g for r in rows if constants and (g := gain(r, same[r["seed"]], reference))]
     low, high = zip(*(prices(r, price) for r in rows), strict=True)
-    learned = rows[0]["reward"] and rows[0]["reward_name"] not in many_rewards.NOTHING
+    learned = constants and rows[0]["reward_name"] not in many_rewards.NOTHING
     return [
         str(len(rows)),
         f"{max(max(r['kl']) for r in rows) / TARGET:.2f}",
@@ -101,7 +108,7 @@ def cells(rows: Sequence[Row], constants: Sequence[Row], price: float, reference
         f"{max(r['fresh'][0] for r in rows) / (LIMIT * TARGET):.2f}",
         f"{fmean(late(r['kl']) for r in rows) / TARGET:.2f}",
         f"{fmean(late(r['reward']) for r in rows):.3g}",
-        compared(gains) if learned else "",
+        compared(rows, constants) if learned else "",
         f"{100 * fmean(fmean(r['effort']) for r in rows):.1f}",
         f"{min(low):.2f}-{max(high):.2f}",
         f"{fmean(r['spread'][0] for r in rows):.2f}→{fmean(late(r['spread']) for r in rows):.2f}",
@@ -143,5 +150,5 @@ def table(title: str, rows: Sequence[Row], made: Row) -> Table:
         for arm in [a for a in order if any(r["arm"] == a for r in here)]:
             own = [r for r in here if r["arm"] == arm]
             shown = name if arm == "hold" else ""
-            drawn.add_row(shown, arm, *cells(own, constants, made["price"] / UNIT, first(here)))
+            drawn.add_row(shown, arm, *cells(own, constants, made["price"] / UNIT))
     return drawn

@@ -34,7 +34,7 @@ from plants import ensemble, fitted
 FIRST = "FIRST_RATE"
 ROWS: dict[str, dict[str, float]] = {
     "as it is": {},
-    "DOUBT: no floor": {"DOUBT": 1e6, "CEILING": 1e-5},
+    "DOUBT: no floor": {"DOUBT": 1e6},
     "CEILING: none": {"CEILING": 1e9},
     "FIRST_RATE 0.5": {FIRST: 0.5},
     "FIRST_RATE 0.005": {FIRST: 0.005},
