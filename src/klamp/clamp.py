@@ -197,7 +197,7 @@ class Gauge:
 
     A batch reads KL with an error of 5 to 15 %, but it reads the weights before and after its update with the same
     error. So the change is known ten times better than the level: the gauge adds up the changes and lets each fresh
-    reading correct the sum, by a quarter where batches are good to 8 %, by less where they are noisier.
+    reading correct the sum, by a quarter where batches are good to 8 %, by a fifth where they are noisier.
 
         gauge_state = gauge.update(gauge_state, fresh_kl, last_clamped)     # at the start of a step
         own = measure()                                                     # after its update, on its own tokens
@@ -246,7 +246,8 @@ class Gauge:
         grown = _growth(state.reading, last.kl_before)
         astray = math.hypot(self.drift, 0.1 * grown)  # a tenth of what KL grew by, too
         most = 0.35 if last.kl_after < last.kl_before else 0.8  # where it held, the level is what the clamp made it
-        weight = min(max(astray / math.sqrt(max(spread, 1e-6)), 0.12), most)
+        # A fifth at least: with less, level and bias would correct each other back and forth.
+        weight = min(max(astray / math.sqrt(max(spread, 1e-6)), 0.2), most)
         level = expected * math.exp(max(weight, first) * surprise)
         # What growth may explain corrects the share, the rest the bias; growth of 30 % halves it.
         bias = state.bias + self.learn_bias * surprise * 0.1 / (grown * grown + 0.1) if state.pairs > 3 else 0.0
