@@ -25,6 +25,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -34,6 +35,8 @@ import many_rewards
 TARGET, LIMIT = 0.05, 1.1
 GROUP = 8
 FRESH = 256
+PROBED = 32
+"""Prompts that the reward is measured on in every other step of the last third, beside the batch that is trained on."""
 UNIT = 0.65
 """Constant prices are multiples of this share of Hold's first price, where Hold once started."""
 
@@ -49,7 +52,7 @@ class Setting:
     steps: tuple[int, int] = (60, 120)
     multiples: tuple[float, ...] = (0.5, 0.8, 1.25, 2.0, 3.2)
     """Constant prices, in multiples of UNIT of the feed-forward; every other one at the low rate."""
-    drawn: int = 2048
+    drawn: int = 8192
     """Completions of the reference that the rewards are calibrated on."""
 
 
@@ -98,14 +101,42 @@ def calibration(model: str) -> dict[str, Any]:
     """Completions of the reference: their length, the words of sparse rewards, the spread of each reward."""
     made = SETTINGS[model]
     with _trainer(Job(model, "never", 0, "static", 0), {"words": {}, "price": 1.0}, steps=1) as trainer:
-        texts, tokens = [], 0.0
-        for step in range(1, made.drawn // (made.prompts * GROUP) + 1):
-            rollout = trainer.sample(step)
+        prompts, texts, tokens = [], [], 0.0
+        for step in range(made.drawn // (PROBED * GROUP)):
+            rollout = drawn(trainer, step, seed=0)
+            prompts += rollout.prompts
             texts += rollout.completions
             tokens += float(rollout.mask.sum())
-    found = many_rewards.calibrate(texts, GROUP)
+    found = many_rewards.calibrate(prompts, texts, GROUP)
     length = tokens / len(texts)
     return {"model": model, "length": length, "price": UNIT / (2 * TARGET * length) ** 0.5, **found}
+
+
+def drawn(trainer: Any, step: int, seed: int) -> Any:
+    """Completions of the policy as it is, for ``PROBED`` prompts that only ``step`` decides, whatever the run."""
+    import torch
+
+    picked = trainer.prompts.of_step(step, PROBED, 0)
+    generator = torch.Generator(trainer.learner.device).manual_seed(10**6 * seed + step)
+    prompts = [trainer.prompts.given[i] for i in picked]
+    return trainer.sampler.sample([trainer.encoded[i] for i in picked], prompts, generator)
+
+
+class Probe:
+    """The reward in the last third of a run, on completions of its own: the batches alone leave a tenth of noise."""
+
+    def __init__(self, trainer: Any, job: Job, known: dict[str, Any]) -> None:
+        self.trainer, self.seed = trainer, job.seed
+        self.reward = many_rewards.settled(job.reward, known["words"])
+        self.found: list[float] = []
+        self.take, trainer._take = trainer._take, self
+
+    def __call__(self, step: int) -> Any:
+        """Stands in for the trainer's own drawing of a batch."""
+        if step > 2 * self.trainer.config.steps // 3 and step % 2 == 0:
+            rollout = drawn(self.trainer, step, self.seed)
+            self.found.append(fmean(self.reward(rollout.prompts, rollout.completions)))
+        return self.take(step)
 
 
 class _trainer:
@@ -190,10 +221,11 @@ def run(job: Job, known: dict[str, Any]) -> dict[str, Any]:
     with _variant(job.arm), _trainer(job, known) as trainer:
         checkpoint = sys.modules["klamp.train.loop"].checkpoint
         checkpoint.save = lambda *_, **__: None  # nobody resumes these runs
+        probe = None if job.reward in many_rewards.NOTHING else Probe(trainer, job, known)
         trainer.run()
         rows = [json.loads(line) for line in Path(trainer.folder.metrics).read_text().splitlines()]
         found = {name: [float(f"{row.get(key, 0.0):.5g}") for row in rows] for name, key in KEPT.items()}
-        name = {"reward_name": job.reward}
+        name = {"reward_name": job.reward, "late_reward": fmean(probe.found) if probe else 0.0}
         return {**asdict(job), **name, **found, "fresh": fresh(trainer), "seconds": time.time() - began}
 
 

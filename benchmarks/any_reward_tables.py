@@ -26,14 +26,9 @@ def late(values: Sequence[float]) -> float:
     return fmean(values[2 * len(values) // 3 :])
 
 
-def first(rows: Sequence[Row]) -> float:
-    """Reward of the reference: the first step of every run is its, and runs of one seed share it."""
-    return fmean(row["reward"][0] for row in rows)
-
-
 def point(row: Row) -> tuple[float, float]:
     """``sqrt(KL)`` and reward of the last third."""
-    return math.sqrt(max(late(row["kl"]), 0.0)), late(row["reward"])
+    return math.sqrt(max(late(row["kl"]), 0.0)), row["late_reward"]
 
 
 def gain(rows: Sequence[Row], constants: Sequence[Row], reference: float) -> float | None:
@@ -71,13 +66,13 @@ def prices(row: Row, price: float) -> tuple[float, float]:
     return min(ratios), max(ratios)
 
 
-def compared(rows: Sequence[Row], constants: Sequence[Row]) -> str:
+def compared(rows: Sequence[Row], constants: Sequence[Row], reference: float) -> str:
     """The gain in per cent with its 95 % interval: the jackknife over seeds."""
     every = [*rows, *constants]
 
     def without(seed: int | None) -> float | None:
         own, theirs = ([r for r in part if r["seed"] != seed] for part in (rows, constants))
-        return gain(own, theirs, first([*own, *theirs])) if own and theirs else None
+        return gain(own, theirs, reference) if own and theirs else None
 
     seeds = sorted({r["seed"] for r in every})
     ratio, each = without(None), [without(seed) for seed in seeds]
@@ -97,18 +92,19 @@ def over(row: Row) -> float:
     return max(kl / (1 + 1.96 * noise) for kl, noise in noisy) / (LIMIT * TARGET)
 
 
-def cells(rows: Sequence[Row], constants: Sequence[Row], price: float) -> list[str]:
-    """One arm on one reward."""
-    low, high = zip(*(prices(r, price) for r in rows), strict=True)
-    learned = constants and rows[0]["reward_name"] not in many_rewards.NOTHING
+def cells(rows: Sequence[Row], constants: Sequence[Row], made: Row) -> list[str]:
+    """One arm on one reward, with the calibration of its model."""
+    low, high = zip(*(prices(r, made["price"] / UNIT) for r in rows), strict=True)
+    name = rows[0]["reward_name"]
+    learned = constants and name not in many_rewards.NOTHING
     return [
         str(len(rows)),
         f"{max(max(r['kl']) for r in rows) / TARGET:.2f}",
         f"{max(over(r) for r in rows):.2f}",
         f"{max(r['fresh'][0] for r in rows) / (LIMIT * TARGET):.2f}",
         f"{fmean(late(r['kl']) for r in rows) / TARGET:.2f}",
-        f"{fmean(late(r['reward']) for r in rows):.3g}",
-        compared(rows, constants) if learned else "",
+        f"{fmean(r['late_reward'] for r in rows):.3g}",
+        compared(rows, constants, made["means"][name]) if learned else "",
         f"{100 * fmean(fmean(r['effort']) for r in rows):.1f}",
         f"{min(low):.2f}-{max(high):.2f}",
         f"{fmean(r['spread'][0] for r in rows):.2f}→{fmean(late(r['spread']) for r in rows):.2f}",
@@ -150,5 +146,5 @@ def table(title: str, rows: Sequence[Row], made: Row) -> Table:
         for arm in [a for a in order if any(r["arm"] == a for r in here)]:
             own = [r for r in here if r["arm"] == arm]
             shown = name if arm == "hold" else ""
-            drawn.add_row(shown, arm, *cells(own, constants, made["price"] / UNIT))
+            drawn.add_row(shown, arm, *cells(own, constants, made))
     return drawn

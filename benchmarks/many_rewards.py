@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 Reward = Callable[..., list[float]]
@@ -99,7 +100,7 @@ def by_prompt(prompts: list[str], completions: list[str], **_: Any) -> list[floa
 
 
 class Turning:
-    """Vowels for 30 batches, then their absence."""
+    """Vowels for 30 batches, then their absence: :func:`consonants`."""
 
     def __init__(self) -> None:
         self.batches = 0
@@ -155,19 +156,28 @@ def reward(name: str, words: dict[str, str], seed: int) -> Reward:
     return Noise(seed) if name == "noise" else plain[name]
 
 
-def calibrate(completions: Sequence[str], group: int) -> dict[str, Any]:
-    """Words of sparse rewards, and each reward's spread over groups of the reference's completions."""
+def settled(name: str, words: dict[str, str]) -> Reward:
+    """What the reward called ``name`` is in the last third of a run, free of noise of its own."""
+    return {"noisy sentiment": sentiment, "turning": consonants}.get(name) or reward(name, words, 0)
+
+
+def consonants(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return [-v for v in vowels(prompts, completions)]
+
+
+def calibrate(prompts: Sequence[str], completions: Sequence[str], group: int) -> dict[str, Any]:
+    """Words of sparse rewards; each reward's spread over groups of the reference's completions, and its mean."""
     present = Counter(w for text in completions for w in set(re.findall(r"[a-z]{4,}", text.lower())))
     words = {}
     for name, share in (SPARSE | AVOIDED).items():
         wanted = share * len(completions)
         words[name] = min(present, key=lambda w: (abs(math.log(present[w] / wanted)), w))
-    spreads = {}
+    spreads, means = {}, {}
     for name in (name for half in HALVES.values() for name in half):
-        values = reward(name, words, 0)([""] * len(completions), list(completions))
-        spreads[name] = _spread(values, group)
+        spreads[name] = _spread(reward(name, words, 0)(list(prompts), list(completions)), group)
+        means[name] = fmean(settled(name, words)(list(prompts), list(completions)))
     shares = {name: present[w] / len(completions) for name, w in words.items()}
-    return {"words": words, "shares": shares, "spreads": spreads}
+    return {"words": words, "shares": shares, "spreads": spreads, "means": means}
 
 
 def _spread(values: Sequence[float], group: int) -> float:

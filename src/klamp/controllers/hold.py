@@ -1,10 +1,10 @@
 """``Hold``: the price in units of the drive, from a model of how KL answers it.
 
 Near the reference KL is quadratic, so ``x = sqrt(KL / target)`` measures the distance. Where nothing is charged the
-optimiser moves x by ``rate`` a step, and its noise moves x² evenly; the price pulls x back in proportion to x:
+optimiser moves x by ``rate`` a step; the price pulls x back in proportion to x:
 
-    pace <- average over the optimiser's momentum of  rate (signal free(x) / x - x rho / rho*)
-    x    <- x + pace                                       free(x) = x + WALK (1 - x)
+    pace <- average over the optimiser's momentum of  rate (signal - x rho / rho*)
+    x    <- x + pace
 
 ``rho = beta / spread`` is the price in units of the drive; ``spread`` is the RMS of the advantages within a prompt. An
 observer carries this model along and corrects it by each reading. What a reading shows beyond the forecast is shared
@@ -24,18 +24,16 @@ from klamp.masked import Unit
 
 PRESETS = {"conservative": 0.02, "moderate": 0.08, "aggressive": 0.15}
 """Targets in nats per token, inside the usual bands 0.01-0.03, 0.05-0.10 and 0.10-0.20."""
-LEAST, DRIVES, RATES = 1e-3, (0.05, 20.0), (math.log(1 / 400), math.log(1 / 2))
-"""Where x, rho* / rho and log rate are cut off, so that arithmetic stays finite."""
 
 DOUBT = 2.0  # a price that was told falls no lower than half of it: constants that hold targets lie at 0.5 to 1.9 of it
 CEILING = 10.0  # times a told price the reward is a tenth of the gradient: more pulls no harder, for Adam normalises it
-FIRST_RATE = 0.05  # a climb to the target in 20 steps; real ones take 3 to 80
-WALK = 0.15  # share of gradient noise in the climb at the target; by noise alone KL, not x, grows evenly: a random walk
+FIRST_RATE = 1 / 15  # a climb to the target in 15 steps: real ones take 3 to 80, and this is their geometric middle
+SLOWEST = 1 / 400  # the least rate: a target that is farther away is out of reach of a run, and says nothing more
+LEAST = 1e-3  # the least x: a KL of a millionth of its target is none
 MOMENTUM = 0.28  # share of a step's own push in the pace: delays of 1 to 5 steps and Adam's ten, met in the middle
 # The observer.
 DRIFT, NOISE = 0.1, 0.07  # of rho* in a step; of a reading of x. Their ratio is the gain of a steady Kalman filter
-FASTEST = 0.25  # bandwidth a step: faster, it follows the swings that momentum makes and amplifies them
-EARLY = 1.5  # at the n-th reading the bandwidth is at least EARLY / n: first readings count in full
+FASTEST = 0.3  # bandwidth a step: faster, it follows the swings that momentum makes and amplifies them
 SURPRISE = 0.5  # of log x: the most that one reading says
 TOLD = 4.0  # so much rather a surprise is put down to the pace than to a price that was told; if not told, a quarter
 # The price.
@@ -67,7 +65,8 @@ class HoldState(State):
         """The same plant in units of another target: x goes as ``1 / sqrt(target)``, and so does the price."""
         k = math.sqrt(old / new)
         scaled = {name: k * getattr(self, name) for name in ("beta", "least", "x", "pace")}
-        return replace(self, **scaled, best=self.best + math.log(k), rate=clip(self.rate + math.log(k), *RATES))
+        rate = max(self.rate + math.log(k), math.log(SLOWEST))
+        return replace(self, **scaled, best=self.best + math.log(k), rate=rate)
 
     @property
     def spread(self) -> float:
@@ -157,31 +156,31 @@ def _driven(state: HoldState, spread: float | None) -> tuple[HoldState, float]:
 
 def _observe(state: HoldState, ratio: float, signal: float, noise: float) -> HoldState:
     """The model a step on, corrected by a reading of ``KL / target``."""
+    # The forecast.
     n, rate = state.steps + 1, math.exp(state.rate)
-    drive = clip(math.exp(state.best) * state.spread / state.beta, *DRIVES)  # rho* / rho
-    rest = signal * drive * _free(state.x)  # where x² is heading: the model, solved over a step
-    answer = math.sqrt(rest + (state.x**2 - rest) * math.exp(-2 * rate / drive)) - state.x
+    drive = math.exp(state.best) * state.spread / state.beta  # rho* / rho: where x is heading
+    answer = (state.x - signal * drive) * math.expm1(-rate / drive)  # the model, solved over a step
     pace = state.pace + MOMENTUM / (1 - (1 - MOMENTUM) ** n) * (answer - state.pace)
-    x = max(state.x + pace, state.x / 3, LEAST)
+    x = max(state.x + pace, LEAST)
+    # How wrong was it?
     surprise = clip((ratio / (x * x) - 1) / 2, -SURPRISE, SURPRISE)  # no logarithm: it is KL whose noise has mean one
-    w = min((DRIFT / max(noise / 2, NOISE) * MOMENTUM * rate) ** (1 / 3), FASTEST)
-    slow, w = w, max(w, min(EARLY / n, 2 / 3))  # the gains put the observer's three poles at this bandwidth
-    to_x = clip(3 * w - MOMENTUM, w / 3, 1.0)
-    to_pace = clip(3 * w * w - to_x * MOMENTUM - MOMENTUM * rate * (1 + WALK), 0.0, 1.0)
-    to_best = min((slow if state.least else w) ** 3 / (MOMENTUM * rate), 1.0)  # told: not learned anew
-    held = min(x * x / (drive * _free(x)), 1.0)  # the share of the free pace that the price holds back
+    # Was it the price, or the pace? Without signal KL says nothing of either.
+    held = min(x / drive, 1.0)  # the share of the free pace that the price holds back
     price = held / (held + (1 - held) * (TOLD if state.least else 1 / TOLD))
-    learned = surprise if surprise > 0 and x > 1 else signal * surprise  # without signal a low KL says nothing
-    leap = min(math.sqrt(ratio / (1 + 2 * noise)) / 2, 2 * x)  # beyond doubt, x is half of what was read at least
-    x, pace = max(x * math.exp(to_x * surprise), leap), pace + to_pace * x * surprise
-    seen = math.log(max(x * pace / _free(x), LEAST))  # the free pace is no slower than one that was seen
-    rate = clip(max(state.rate + w * (1 - price) * learned, seen), *RATES)
-    return replace(state, steps=n, x=x, pace=pace, rate=rate, best=state.best + to_best * price * learned)
-
-
-def _free(x: float) -> float:
-    """The climb of x² where nothing is charged, over twice the rate: x under a steady pull, 1 in a random walk."""
-    return x + WALK * (1 - x)
+    learned = signal * surprise
+    # How much does a reading count? All three poles lie at w: as in a steady Kalman filter, at first as in a mean of n.
+    w = max(min((DRIFT / max(noise / 2, NOISE) * MOMENTUM * rate) ** (1 / 3), FASTEST), 1 / n)
+    to_x = clip(3 * w - MOMENTUM, 0.0, 1.0)
+    to_pace = clip(3 * w * w - to_x * MOMENTUM - MOMENTUM * rate, 0.0, 1.0)
+    to_best = min(w**3 / (MOMENTUM * rate), 1.0)
+    return replace(
+        state,
+        steps=n,
+        x=max(x * math.exp(to_x * surprise), LEAST),
+        pace=pace + to_pace * x * surprise,
+        rate=max(state.rate + w * (1 - price) * learned, math.log(SLOWEST)),
+        best=state.best + to_best * price * learned,
+    )
 
 
 def _price(state: HoldState) -> float:
