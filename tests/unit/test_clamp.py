@@ -254,16 +254,18 @@ def test_no_scaler_takes_a_factor_that_ruins_weights(bad: float) -> None:
             scale(bad)
 
 
-def test_gauge_follows_the_level_better_than_a_batch_reads_it() -> None:
+@pytest.mark.parametrize("known", [0.0, 0.1])
+def test_gauge_follows_the_level_better_than_a_batch_reads_it(known: float) -> None:
     noise = torch.Generator().manual_seed(0)
     gauge, state, last, level, errors = Gauge(), Gauge().init(), None, 0.05, []
     for _ in range(300):
         batch = math.exp(0.1 * torch.randn((), generator=noise).item())  # reads before and after alike
-        state = gauge.update(state, level * batch, last)
+        state = gauge.update(state, level * batch, last, known)
         errors.append(math.log(state.level / level))
         grown = level * math.exp(0.05 * torch.randn((), generator=noise).item())
-        last, level = Clamped(grown * batch, grown * batch), grown
-    assert float(torch.tensor(errors[20:]).std()) < 0.05, "half of the batch's own error"
+        last = Clamped(grown * batch, grown * batch)
+        level = grown * math.exp(0.04 * torch.randn((), generator=noise).item())  # what own tokens show nothing of
+    assert float(torch.tensor(errors[20:]).std()) < 0.075, "three quarters of the batch's own error"
     assert GaugeState(**asdict(state)) == state
 
 
@@ -324,7 +326,7 @@ def test_the_first_steps_of_a_fast_run_neither_clamp_a_low_kl_nor_leave_the_leve
         state = gauge.update(state, fresh, last, noise=0.08)
         allowed = gauge.limit(state, limit, own)
         last = Clamped(own, min(own, allowed))
-        assert own <= allowed or fresh > 0.9 * limit, f"fresh KL {fresh} is low, and {own} of {allowed} was undone"
-    # Readings that are good to 8 % count for a part, so the level trails a climb of 4 to 8 % a step: 8 % here.
-    assert state.level == pytest.approx(0.050, rel=0.12)
+        assert own <= allowed or fresh > 0.85 * limit, f"fresh KL {fresh} is low, and {own} of {allowed} was undone"
+    # Readings that are good to 8 % count for a part, so the level trails a climb of 4 to 8 % a step.
+    assert state.level == pytest.approx(0.050, rel=0.05)
     assert allowed < 1.1 * limit
