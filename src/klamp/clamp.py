@@ -235,18 +235,18 @@ class Gauge:
             return state
         leapt = last is not None and last.kl_before > LEAP * state.reading
         if last is None or leapt or state.level <= 0 or not _positive(last.kl_before, last.kl_after):
-            return replace(state, level=fresh, reading=fresh, spread=self._noisier(state.spread, noise))
+            return replace(state, level=fresh, reading=fresh, spread=_mean_square(state.spread, noise, 0.1))
         expected = self._expected(state, last.kl_before) * last.kl_after / last.kl_before * math.exp(state.bias)
         # Not the logarithm: most batches miss the rare tokens and read too low, a few read far too high, and it is the
         # mean that is right. Half as much again either way is as far as one may pull.
         surprise = min(max(fresh / expected - 1, -0.5), 0.7)
         first = 1 / (state.pairs + 2)
         # Noise is what changes from one surprise to the next: a level that is wrong surprises alike every time.
-        spread = state.spread + 0.05 * ((surprise - state.surprise) ** 2 / 2 - state.spread)
-        spread = self._noisier(spread, noise)
+        changed = (surprise - state.surprise) / math.sqrt(2)
+        spread = _mean_square(state.spread, noise, 0.1) if noise > 0 else _mean_square(state.spread, changed, 0.05)
         grown = _growth(state.reading, last.kl_before)
-        # Four prompts that agree by chance are no proof that a reading is better than 5 %.
-        variance = max(noise, 0.05) ** 2 if noise > 0 else spread
+        # Half as this batch says, half as those before it: a few prompts may agree by chance.
+        variance = (noise * noise + spread) / 2 if noise > 0 else spread
         weight = self.error**2 / (self.error**2 + variance)
         level = expected * math.exp(max(weight, first) * surprise)
         # What growth may explain corrects the share, the rest the bias; growth of 30 % halves it.
@@ -292,11 +292,6 @@ class Gauge:
             return limit * back
         return limit * back * min(max(own / self._expected(state, own), 0.5), 3.0)
 
-    @staticmethod
-    def _noisier(spread: float, noise: float) -> float:
-        """The variance of a reading, drawn up by a batch that shows more of it: the mean over five such."""
-        return max(spread, spread + 0.2 * (min(noise, 1.0) ** 2 - spread)) if noise > 0 else spread
-
     def _expected(self, state: GaugeState, own: float) -> float:
         """Fresh KL where own tokens read ``own``, unclamped; own itself where growth from near 0 says nothing."""
         if not state.reading > 0.05 * own:
@@ -310,6 +305,11 @@ class Gauge:
 def _positive(*values: float) -> bool:
     """Whether these are KLs to reckon with: above rounding, and below what any model reaches."""
     return all(1e-12 < v < 1e12 for v in values)
+
+
+def _mean_square(square: float, value: float, weight: float) -> float:
+    """A running mean square with ``value`` in it, which counts as 1 at most, and as nothing where it is 0 or NaN."""
+    return square + weight * (min(value * value, 1.0) - square) if value * value > 0 else square
 
 
 def _growth(before: float, after: float) -> float:
