@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -32,20 +33,20 @@ from klamp.controllers.hold import Hold, HoldState
 from plants import ensemble, fitted
 
 FIRST = "FIRST_RATE"
-ROWS: dict[str, dict[str, float]] = {
+ROWS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "DOUBT: no floor": {"DOUBT": 1e6},
     "CEILING: none": {"CEILING": 1e9},
     "FIRST_RATE 0.5": {FIRST: 0.5},
     "FIRST_RATE 0.005": {FIRST: 0.005},
-    "SLOWEST: none": {"SLOWEST": 1e-9},
+    "RATES: nearly none": {"RATES": (-20.0, 20.0)},
     "LEAST 0.1": {"LEAST": 0.1},
     "MOMENTUM: none (0.99)": {"MOMENTUM": 0.99},
     "DRIFT 0.03": {"DRIFT": 0.03},
     "FASTEST 0.2": {"FASTEST": 0.2},
     "NOISE 0.3": {"NOISE": 0.3},
     "FASTEST: no bound": {"FASTEST": 9.0},
-    "SURPRISE: no bound": {"SURPRISE": 1e3},
+    "SURPRISE 5: hardly bounded": {"SURPRISE": 5.0},
     "TOLD 1: told or not": {"TOLD": 1.0},
     "DAMPING: none": {"DAMPING": 0.0},
     "PATIENCE: no push": {"PATIENCE": 1e6},
@@ -54,7 +55,7 @@ ROWS: dict[str, dict[str, float]] = {
 
 
 @contextmanager
-def changed(constants: dict[str, float]) -> Iterator[None]:
+def changed(constants: dict[str, Any]) -> Iterator[None]:
     """The law with other constants; the first rate is the default of a state's field."""
     before = {name: getattr(law, name) for name in constants}
     defaults = HoldState.__init__.__defaults__

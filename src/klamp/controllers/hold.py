@@ -28,7 +28,7 @@ PRESETS = {"conservative": 0.02, "moderate": 0.08, "aggressive": 0.15}
 DOUBT = 2.0  # a price that was told falls no lower than half of it: constants that hold targets lie at 0.5 to 1.9 of it
 CEILING = 10.0  # times a told price the reward is a tenth of the gradient: more pulls no harder, for Adam normalises it
 FIRST_RATE = 1 / 15  # a climb to the target in 15 steps: real ones take 3 to 80, and this is their geometric middle
-SLOWEST = 1 / 400  # the least rate: a target that is farther away is out of reach of a run, and says nothing more
+RATES = math.log(1 / 400), math.log(1 / 2)  # of log rate: a target farther away is out of reach, nearer is no climb
 LEAST = 1e-3  # the least x: a KL of a millionth of its target is none
 MOMENTUM = 0.28  # share of a step's own push in the pace: delays of 1 to 5 steps and Adam's ten, met in the middle
 # The observer.
@@ -65,7 +65,7 @@ class HoldState(State):
         """The same plant in units of another target: x goes as ``1 / sqrt(target)``, and so does the price."""
         k = math.sqrt(old / new)
         scaled = {name: k * getattr(self, name) for name in ("beta", "least", "x", "pace")}
-        rate = max(self.rate + math.log(k), math.log(SLOWEST))
+        rate = clip(self.rate + math.log(k), *RATES)
         return replace(self, **scaled, best=self.best + math.log(k), rate=rate)
 
     @property
@@ -178,7 +178,7 @@ def _observe(state: HoldState, ratio: float, signal: float, noise: float) -> Hol
         steps=n,
         x=max(x * math.exp(to_x * surprise), LEAST),
         pace=pace + to_pace * x * surprise,
-        rate=max(state.rate + w * (1 - price) * learned, math.log(SLOWEST)),
+        rate=clip(state.rate + w * (1 - price) * learned, *RATES),
         best=state.best + to_best * price * learned,
     )
 
