@@ -80,7 +80,7 @@ def held(beta0: Array, tick: Callable[[], None], *, target: float = 1.0, told: b
     """Hold started at given prices, as sure of them as after ``init(spread=1)`` when ``told``."""
     states = [Hold(target, "sequence", init_beta=float(b)).init() for b in beta0]
     if told:
-        states = [replace(s, least=s.beta / DOUBT) for s in states]
+        states = [replace(s, lowest=s.beta / DOUBT) for s in states]
     return Holding(Hold(target, "sequence"), states, tick)
 
 

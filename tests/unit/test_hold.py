@@ -391,10 +391,10 @@ def test_a_silence_says_nothing_about_the_price_however_long_it_is(silence: int)
     state = hold.init(spread=1.0)
     for _ in range(20):
         state = hold.update(state, 3.0, spread=1.0)
-    known = state.best
+    known = state.log_rho
     for _ in range(silence):
         state = hold.update(state, 3.0, spread=0.0)
-    assert state.best == pytest.approx(known, abs=0.05)
+    assert state.log_rho == pytest.approx(known, abs=0.05)
     for _ in range(20):
         state = hold.update(state, 3.0, spread=1.0)
     assert RHO / 2 <= state.beta / state.spread * (1 + 1e-9) <= 2 * RHO
@@ -468,7 +468,7 @@ def test_a_first_batch_without_signal_is_as_good_as_one_with_it() -> None:
     hold = Hold(6.0, "sequence")
     nothing, full = hold.init(spread=0.0), hold.init(spread=1.0)
     assert nothing.beta == full.beta == pytest.approx(RHO)
-    assert nothing.best == full.best
+    assert nothing.log_rho == full.log_rho
 
 
 @pytest.mark.parametrize("rate", [1e-4, 1e-3, 3e-3])
@@ -520,7 +520,7 @@ def test_one_wild_reading_hardly_moves_the_price() -> None:
 def test_a_noisy_reading_counts_for_less() -> None:
     hold = Hold(0.1, "token")
     state = replay(hold, [0.1 * min(t / 10, 1.0) ** 2 for t in range(1, 60)])
-    moved = [abs(hold.update(state, 0.14, noise=noise).best - state.best) for noise in (0.05, 0.6, 1.2)]
+    moved = [abs(hold.update(state, 0.14, noise=noise).log_rho - state.log_rho) for noise in (0.05, 0.6, 1.2)]
     assert moved[0] > 1.5 * moved[1] > 2 * moved[2]
 
 
