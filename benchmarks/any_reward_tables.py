@@ -120,6 +120,8 @@ HEADINGS = (
 def show(rows: Sequence[Row]) -> None:
     """Print a table for each model and learning rate, the two halves of the rewards apart."""
     console = Console(width=None if sys.stdout.isatty() else 200)
+    for name in dict.fromkeys(row["reward_name"] for row in rows if "arm" in row):
+        console.print(f"{name}: {many_rewards.WHAT[name]}")
     known = {row["model"]: row for row in rows if "price" in row}
     for model, made in known.items():
         words = {name: (made["words"][name], round(made["shares"][name], 4)) for name in made["words"]}

@@ -22,8 +22,16 @@ HELD_OUT = ("commas", "word 0.3 %", "noise", "format", "sentiment x 1000")
 HELD_OUT_2 = ("letters", "avoid", "noisy sentiment")
 """Added when the first held-out half had been seen."""
 HELD_OUT_3 = ("length", "distinct words", "positive", "turning", "by prompt")
-"""Added when the law was settled, and run once."""
-HALVES = {"development": DEVELOPMENT, "held-out": HELD_OUT, "held-out-2": HELD_OUT_2, "held-out-3": HELD_OUT_3}
+"""Added when the law before this one was settled."""
+HELD_OUT_4 = ("alliteration", "no e", "eight words", "late sentiment")
+"""Added when this law was settled, and run once."""
+HALVES = {
+    "development": DEVELOPMENT,
+    "held-out": HELD_OUT,
+    "held-out-2": HELD_OUT_2,
+    "held-out-3": HELD_OUT_3,
+    "held-out-4": HELD_OUT_4,
+}
 SPARSE = {"word 2 %": 0.02, "word 0.3 %": 0.003}
 AVOIDED = {"avoid": 0.05}
 """Rewards for the absence of a word, by the share of the reference's completions that hold it."""
@@ -45,8 +53,12 @@ WHAT = {
     "length": "words of the completion, dense: KL per sequence and per token part ways",
     "distinct words": "share of words that are not repeated, dense and nearly saturated",
     "positive": "1 where VADER's score is above 0.5, a step",
-    "turning": "vowels, and after half of the run their absence",
+    "turning": "vowels, and after 30 steps their absence",
     "by prompt": "vowels or their absence, by the prompt",
+    "alliteration": "share of words that begin with the first one's letter, dense",
+    "no e": "share of letters that are not e, dense, of a small scale",
+    "eight words": "minus the words more or less than eight: the best lies between",
+    "late sentiment": "VADER's score of the second half of the words: most of the completion counts for nothing",
 }
 
 
@@ -97,6 +109,25 @@ def positive(prompts: list[str], completions: list[str], **_: Any) -> list[float
 
 def by_prompt(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     return [v if len(p) % 2 else -v for p, v in zip(prompts, vowels(prompts, completions), strict=True)]
+
+
+def alliteration(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    words = [re.findall(r"[a-z]+", text.lower()) for text in completions]
+    return [sum(w[0] == each[0][0] for w in each) / len(each) if each else 0.0 for each in words]
+
+
+def without_e(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    found = [re.findall(r"[a-z]", text.lower()) for text in completions]
+    return [1 - each.count("e") / max(len(each), 1) for each in found]
+
+
+def eight_words(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return [-abs(len(text.split()) - 8.0) for text in completions]
+
+
+def late_sentiment(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    halves = [" ".join((words := text.split())[len(words) // 2 :]) for text in completions]
+    return sentiment(prompts, halves)
 
 
 class Turning:
@@ -152,6 +183,10 @@ def reward(name: str, words: dict[str, str], seed: int) -> Reward:
         "positive": positive,
         "turning": Turning(),
         "by prompt": by_prompt,
+        "alliteration": alliteration,
+        "no e": without_e,
+        "eight words": eight_words,
+        "late sentiment": late_sentiment,
     }
     return Noise(seed) if name == "noise" else plain[name]
 

@@ -38,7 +38,7 @@ SMOOTHING = 0.28  # weight of the newest step in the pace: delays of 1 to 5 step
 # How much a reading corrects it.
 DRIFT, NOISE = 0.1, 0.07  # relative change of rho* in a step; relative error of a reading of x, unless it is larger
 FASTEST = 0.3  # the largest bandwidth: a faster observer follows the swings that momentum makes, and amplifies them
-SURPRISE = 0.5  # the largest relative error of x that one reading shows
+SURPRISE = 0.3  # the most by which one reading raises x, relative to its forecast: it doubles the price at most
 # Slow climbs, and a first price that was given.
 PATIENCE = 24.0  # steps to the target beyond which the price is pushed: with x to the power of steps / PATIENCE - 1,
 BOLDEST = 6.0  # at most to this power; and a price that was given goes down to rho* / BOLDEST at most
@@ -169,8 +169,8 @@ def _observe(state: HoldState, ratio: float, signal: float, noise: float) -> Hol
     answer = (state.x - signal * settles) * math.expm1(-rate / settles)  # the model, solved over a step
     pace = state.pace + SMOOTHING / (1 - (1 - SMOOTHING) ** count) * (answer - state.pace)
     x = max(state.x + pace, LEAST)
-    # Its error. No logarithm: it is KL whose noise has mean one.
-    error = clip((ratio / (x * x) - 1) / 2, -SURPRISE, SURPRISE)
+    # Its relative error, -0.5 at least. No logarithm: it is KL whose noise has mean one.
+    error = min((ratio / (x * x) - 1) / 2, SURPRISE)
     # Is it the price's, or the rate's? Without signal neither is learned.
     held = min(x / settles, 1.0)  # the share of a step that the price holds back
     to_price = held / (held + (1 - held) * (TRUST if state.computed else 1 / TRUST))
