@@ -188,7 +188,7 @@ def arm(job: Job, known: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _variant(arm: str) -> Iterator[None]:
-    """``hold@GAIN=0.2,LEAD=0``: the law with other constants, for ablations."""
+    """``hold@SURPRISE=0.5,DRIFT=0.03``: the law with other constants, for ablations."""
     from klamp.controllers import hold
 
     changed = dict(pair.split("=") for pair in arm.partition("@")[2].split(",") if pair)
@@ -247,12 +247,12 @@ def fresh(trainer: Any) -> list[float]:
 
 def read(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """Every line of some files, the last one of a kind only."""
-    found: dict[str, dict[str, Any]] = {}
-    for path in paths:
-        for line in path.read_text().splitlines() if path.is_file() else ():
-            row = json.loads(line)
-            found[key(row)] = row
-    return list(found.values())
+    return latest([json.loads(line) for path in paths if path.is_file() for line in path.read_text().splitlines()])
+
+
+def latest(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last row of a kind only."""
+    return list({key(row): row for row in rows}.values())
 
 
 def key(row: dict[str, Any]) -> str:
@@ -323,7 +323,9 @@ def main() -> None:
     )
     parser.add_argument("--rates", nargs="+", type=int, choices=(0, 1), default=[0, 1], help="usual and low rate")
     every = ("hold", "hold-price", "constants", "static", "ziegler", "ff-clamp")
-    parser.add_argument("--arms", nargs="+", default=every, help=f"of {', '.join(every)}, or hold@GAIN=0.2,LEAD=0")
+    parser.add_argument(
+        "--arms", nargs="+", default=every, help=f"of {', '.join(every)}, or hold@SURPRISE=0.5,DRIFT=0.03"
+    )
     parser.add_argument("--out", type=Path, default=Path("any_reward.jsonl"))
     parser.add_argument(
         "--reuse", nargs="*", type=Path, default=[], help="files of earlier runs to take constants from"
@@ -338,7 +340,8 @@ def main() -> None:
         work(given)
     import any_reward_tables
 
-    any_reward_tables.show(read(given.show or [given.out, *given.reuse]))
+    reused = [row for row in read(given.reuse) if "arm" in row and constant(row["arm"])]
+    any_reward_tables.show(read(given.show) if given.show else latest([*reused, *read([given.out])]))
 
 
 if __name__ == "__main__":

@@ -6,14 +6,14 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, variance
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 import many_rewards
+from klamp.controllers.hold import SMOOTHING
 from klamp.results.statistics import student
 
 TARGET, LIMIT, UNIT = 0.05, 1.1, 0.65
@@ -34,27 +34,36 @@ def point(row: Row) -> tuple[float, float]:
 def gain(rows: Sequence[Row], constants: Sequence[Row], reference: float) -> float | None:
     """Reward gained over the reference as a share of what constants gain at the same KL; None beyond their KL.
 
-    What they gain there lies on the line between the means of each constant over its runs.
+    What they gain is a parabola in sqrt(KL) through the reference, fitted to the mean of each constant over its runs: a
+    line between two of them would lie below a curve that flattens. With one constant alone it is a line.
     """
     by_price = defaultdict(list)
     for c in constants:
         by_price[c["arm"]].append(point(c))
-    means = [(fmean(x for x, _ in runs), fmean(r for _, r in runs)) for runs in by_price.values()]
-    curve = sorted([(0.0, reference), *means])
+    means = [(fmean(x for x, _ in runs), fmean(r for _, r in runs) - reference) for runs in by_price.values()]
     ours = [point(row) for row in rows]
-    x, r = fmean(x for x, _ in ours), fmean(r for _, r in ours)
-    for (a, ra), (b, rb) in pairwise(curve):
-        if a <= x <= b:
-            theirs = ra + (x - a) / (b - a) * (rb - ra) - reference if b > a else ra - reference
-            return (r - reference) / theirs if abs(theirs) > 1e-12 else None
-    return None
+    x, r = fmean(x for x, _ in ours), fmean(r for _, r in ours) - reference
+    if not means or x > max(at for at, _ in means):
+        return None
+    theirs = through_origin(means, x)
+    return r / theirs if abs(theirs) > 1e-12 else None
+
+
+def through_origin(points: Sequence[tuple[float, float]], x: float) -> float:
+    """``a x + b x²`` at ``x``, fitted to ``points`` by least squares; ``b`` is 0 where there is one point."""
+    s2, s3, s4 = (sum(at**power for at, _ in points) for power in (2, 3, 4))
+    y1, y2 = (sum(y * at**power for at, y in points) for power in (1, 2))
+    determinant = s2 * s4 - s3 * s3
+    if len(points) < 2 or determinant <= 1e-9 * s2 * s4:
+        return y1 / s2 * x
+    return (y1 * s4 - y2 * s3) / determinant * x + (y2 * s2 - y1 * s3) / determinant * x * x
 
 
 def usual_spread(spread: Sequence[float]) -> list[float]:
     """Root of the mean square over a few steps, as Hold averages it; 1 before the first signal."""
     square, found = 0.0, []
     for n, value in enumerate(spread, 1):
-        square += max(0.28, 1 / n) * (value * value - square)
+        square += (max(SMOOTHING, 1 / n) if square else 1.0) * (value * value - square)
         found.append(math.sqrt(square) or 1.0)
     return found
 
@@ -67,23 +76,29 @@ def prices(row: Row, price: float) -> tuple[float, float]:
 
 
 def compared(rows: Sequence[Row], constants: Sequence[Row], reference: float) -> str:
-    """The gain in per cent with its 95 % interval: the jackknife over seeds."""
-    every = [*rows, *constants]
+    """The gain in per cent with its 95 % interval, from the jackknife over seeds.
 
-    def without(seed: int | None) -> float | None:
-        own, theirs = ([r for r in part if r["seed"] != seed] for part in (rows, constants))
-        return gain(own, theirs, reference) if own and theirs else None
-
-    seeds = sorted({r["seed"] for r in every})
-    ratio, each = without(None), [without(seed) for seed in seeds]
+    Runs of one seed share their prompts, so a seed is left out of both where both have the same seeds; otherwise each
+    has a jackknife of its own, and the variances add up.
+    """
+    ratio = gain(rows, constants, reference)
     if ratio is None:
         return ""
-    known = [g for g in each if g is not None]
-    if len(known) < max(len(seeds), 2):
+    own, theirs = ({r["seed"] for r in part} for part in (rows, constants))
+
+    def without(seed: int, ours: bool, others: bool) -> float | None:
+        kept = [r for r in rows if not ours or r["seed"] != seed]
+        return gain(kept, [r for r in constants if not others or r["seed"] != seed], reference) if kept else None
+
+    if own == theirs:
+        parts = [[without(seed, True, True) for seed in own]]
+    else:
+        parts = [[without(seed, True, False) for seed in own], [without(seed, False, True) for seed in theirs]]
+    known = [[g for g in part if g is not None] for part in parts]
+    if any(len(found) < max(len(part), 2) for found, part in zip(known, parts, strict=True)):
         return f"{100 * ratio:.0f}"
-    mean, n = fmean(known), len(known)
-    error = math.sqrt((n - 1) / n * sum((g - mean) ** 2 for g in known))
-    return f"{100 * ratio:.0f} ± {100 * student(n - 1) * error:.0f}"
+    error = math.sqrt(sum((len(g) - 1) ** 2 / len(g) * variance(g) for g in known))
+    return f"{100 * ratio:.0f} ± {100 * student(min(map(len, known)) - 1) * error:.0f}"
 
 
 def over(row: Row) -> float:

@@ -22,6 +22,7 @@ LAYERS = [
     {"advantages"},
     {"estimators", "controllers", "clamp", "objectives"},
     {"placements", "trust", "kernels", "monitor"},
+    {"control_state"},
     {"control"},
     # what is built on it
     {"compat", "progress", "seeds"},

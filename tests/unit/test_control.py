@@ -152,8 +152,8 @@ def test_resumption_is_invisible(readings: list[tuple[float, float, float]], at:
 BEFORE = json.loads(
     """{"settings": "Hold(target=0.05, per='token', init_beta=0.1, bounds=(1e-06, 10000.0))",
     "controller": {"kind": "HoldState", "beta": 0.5682058996608319, "updates": 3, "skipped": 0,
-     "best": -0.49821190087138284, "least": 0.2994247358081712, "x": 0.24214056554581212, "pace": 0.13989517776607685,
-     "rate": -2.352778673529077, "square": 0.8744859496752421, "steps": 2},
+     "log_rho": -0.49821190087138284, "lowest": 0.2994247358081712, "x": 0.24214056554581212,
+     "pace": 0.13989517776607685, "log_rate": -2.352778673529077, "square": 0.8744859496752421, "steps": 2},
     "gauge": {"level": 0.002911216407056476, "reading": 0.0023697842806176036, "share": 0.9733966536592078, "pairs": 1,
      "spread": 0.013177131907027956, "surprise": -0.4167857593390778, "bias": 0.0},
     "last": {"kl_before": 0.009672403978208968, "kl_after": 0.009672403978208968, "scale": 1.0, "effort": 0.0,
@@ -162,7 +162,7 @@ BEFORE = json.loads(
      {"kl": 0.0023697842806176036, "beta": 0.5618814000959254, "effort": 0.0, "no_signal": 0.0}],
      "steps": 3, "raised": []}}"""
 )
-"""What the trainer saved of its steering before there was a Control."""
+"""What the trainer saved of its steering before there was a Control, with the present names of Hold's numbers."""
 
 
 def test_what_the_trainer_saved_before_goes_on() -> None:
@@ -183,6 +183,13 @@ def test_what_the_trainer_saved_before_goes_on() -> None:
         ({**BEFORE, "floor": -1.0}, "control.floor"),
         ({**BEFORE, "floor": "low"}, "control.floor"),
         ({**BEFORE, "gauge": {}}, "GaugeState"),
+        ({**BEFORE, "gauge": {**BEFORE["gauge"], "pairs": -2}}, "gauge.pairs must be from 0"),
+        ({**BEFORE, "gauge": {**BEFORE["gauge"], "spread": -1.0}}, "gauge.spread must be from 0 to 1"),
+        ({**BEFORE, "gauge": {**BEFORE["gauge"], "bias": 1e6}}, "gauge.bias"),
+        ({**BEFORE, "controller": {**BEFORE["controller"], "beta": 0.0}}, "HoldState.beta must be from"),
+        ({**BEFORE, "controller": {**BEFORE["controller"], "log_rho": 1e4}}, "HoldState.log_rho must be from"),
+        ({**BEFORE, "controller": {**BEFORE["controller"], "log_rate": 9.0}}, "HoldState.log_rate must be from"),
+        ({**BEFORE, "controller": {**BEFORE["controller"], "updates": -1}}, "HoldState.updates must be from"),
         ({**BEFORE, "monitor": {"window": 3}}, "monitor is damaged"),
         ({**BEFORE, "reading": {"kl": 0.1}}, "BatchKL"),
         ({**BEFORE, "reading": []}, "BatchKL"),
@@ -195,6 +202,16 @@ def test_what_the_trainer_saved_before_goes_on() -> None:
 def test_a_damaged_or_foreign_state_is_named(saved: Any, says: str) -> None:
     with pytest.raises(klamp.ConfigError, match=says):
         made(klamp.Hold(0.05, per="token")).from_dict(saved)
+
+
+def test_a_batch_that_is_read_and_then_skipped_leaves_the_level_where_it_was() -> None:
+    control = made(klamp.Hold(0.05, per="token")).init(spread=1.0, length=20.0)
+    for _ in range(10):
+        control = step(control, 0.05, 0.05)
+    skipped = control.before_update(0.05, noise=0.1).skip(0.05)
+    for other in (control, skipped):
+        after = other.before_update(0.1, noise=0.5)
+        assert after.state.gauge.level < 0.06, "one noisy reading of twice the KL counts for little"
 
 
 # -- the same prices ---------------------------------------------------------------------------------------------------

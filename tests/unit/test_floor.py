@@ -52,11 +52,23 @@ def test_the_clamp_undoes_nothing_of_a_kl_that_is_rounding_alone(floor: float, u
     assert bool(scales) is undone
 
 
+@pytest.mark.parametrize("target", [0.001, 0.002, 0.0028, 0.004])
+@pytest.mark.parametrize("reading", [0.0018, 0.0021, 0.0025])
+def test_a_floor_that_scatters_is_not_scaled_away(target: float, reading: float) -> None:
+    """SmolLM2 reads 0.002 to 0.0025 nats per token from its first update on, whatever the update was."""
+    control = control_of(KLConfig(target=target, per="token")).init(spread=1.0, length=24, floor=0.002)
+    scales: list[float] = []
+    for _ in range(5):
+        control = control.before_update(reading, spread=1.0, n=32).after_update(lambda: reading, scales.append)
+    assert not scales
+
+
 def test_at_the_floor_the_controller_reads_nothing_and_at_the_target_the_target() -> None:
     control = control_of(KLConfig(target=0.05, per="token")).init(floor=0.002)
-    assert control._above_floor(0.002) == 0
-    assert control._above_floor(0.0015) == 0
-    assert control._above_floor(0.05) == pytest.approx(0.05)
+    assert control._above_floor(0.002, 0.1)[0] == 0
+    assert control._above_floor(0.0015, 0.1)[0] == 0
+    assert control._above_floor(0.05, 0.0)[0] == pytest.approx(0.05)
+    assert control._above_floor(0.004, 0.1)[1] == pytest.approx(0.2), "half of it is rounding, which has no noise"
 
 
 def test_a_target_near_the_floor_is_said(caplog: pytest.LogCaptureFixture) -> None:

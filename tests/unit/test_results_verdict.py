@@ -209,6 +209,27 @@ def test_readings_out_of_the_band_by_their_noise_alone_decide_nothing(
     assert ("100.0 % within the noise of the readings" in check(made, "hold in band").found) is (holds is None)
 
 
+def test_a_kl_that_leaps_over_the_band_counts_as_its_highest() -> None:
+    made = comparison(hold_price=(0.05, 0.5, 9.3))
+    for record in made.arms["hold-price"]:
+        for step in range(2, 6):
+            record.series["kl/steered"].values[step] = 4 * TARGET
+    found = check(made, "highest KL of hold-price")
+    assert (found.holds, found.found[:3]) == (False, "4.0")
+
+
+def test_a_seed_beyond_the_constants_leaves_the_gain_open() -> None:
+    made = comparison(hold=(0.05, 0.5, 9.3))
+    made.constants.update(
+        {i: [run(kl, 0.5, 9.3, seed) for seed in range(3)] for i, kl in enumerate((0.03, 0.05, 0.08))}
+    )
+    assert check(made, "hold gains").holds is not None
+    made.arms["hold"][1] = run(0.25, 0.05, 9.3, 1)
+    found = check(made, "hold gains")
+    assert found.holds is None
+    assert "no constants enclose the KL of 1 of 3 seeds" in found.found
+
+
 def test_one_bad_seed_is_enough_whichever_reads_highest() -> None:
     made = with_reading(1.0, 0.02, fresh=1.3, fresh_noise=0.2)  # the highest, and within its noise
     last = made.arms["hold"][2].series

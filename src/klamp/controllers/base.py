@@ -36,6 +36,10 @@ class State:
     """Updates left out because the KL was NaN or infinite."""
 
     kinds: ClassVar[dict[str, type[State]]] = {}
+    sane: ClassVar[dict[str, tuple[float, float]]] = {"beta": (0.0, 1e300), "updates": (0, 1e15), "skipped": (0, 1e15)}
+    """Where the numbers of a saved state lie; one that has others is damaged."""
+    of_kl: ClassVar[tuple[str, ...]] = ()
+    """The numbers that are of the present KL, and not of how it answers."""
 
     def __init_subclass__(cls) -> None:
         State.kinds[cls.__name__] = cls
@@ -51,6 +55,14 @@ class State:
             The state for ``new``.
         """
         return self
+
+    def restarted(self) -> State:
+        """The state to go on from when KL begins at 0 again, because the policy became its own reference.
+
+        Returns:
+            The state without what is known of the KL before.
+        """
+        return replace(self, **dict.fromkeys(self.of_kl, 0))
 
     def to_dict(self) -> dict[str, Any]:
         """A dictionary of JSON values; :meth:`from_dict` reverses it.
@@ -91,8 +103,12 @@ class State:
                 f"this version does not write. Kinds: {sorted(State.kinds)}. Start the controller anew with init()."
             )
         state = from_plain(kind, given)
-        way_out = "The saved state is damaged; start the controller anew with init()."
-        require_number(f"{kind.__name__}.beta", state.beta, at_least=0, way_out=way_out)
+        for number, (low, high) in kind.sane.items():
+            if not low <= getattr(state, number) <= high:
+                raise ConfigError(
+                    f"{kind.__name__}.{number} must be from {low:g} to {high:g}, got {shown(given[number])}. The saved "
+                    "state is damaged; start the controller anew with init()."
+                )
         return state
 
     def to_json(self) -> str:

@@ -7,9 +7,8 @@ optimiser moves x by ``rate`` a step; the price pulls x back in proportion to x:
     x    <- x + pace
 
 ``rho = beta / spread`` is the price in units of ``spread``, the RMS of the advantages within a prompt; under ``rho*`` x
-settles at 1. Each reading of KL is compared with the model's forecast. The error is shared between ``rho*`` and
-``rate``: as far as the price holds x back, it says something about the price; as far as x moves freely, about the rate.
-So a KL that is low because learning is slow, or has not begun, hardly lowers the price.
+settles at 1. Each reading of KL is compared with the forecast. As far as the price holds x back, the error corrects
+``rho*``, otherwise ``rate``. So a KL that is low because learning is slow, or has not begun, hardly lowers the price.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ from klamp.controllers.base import Bounds, State, clip
 from klamp.errors import require_number, unknown
 from klamp.masked import Unit
 
-PRESETS = {"conservative": 0.02, "moderate": 0.08, "aggressive": 0.15}
-"""Targets in nats per token, inside the usual bands 0.01-0.03, 0.05-0.10 and 0.10-0.20."""
-
+PRESETS = {"conservative": 0.02, "moderate": 0.08, "aggressive": 0.15}  # nats per token, inside the usual bands
 # A first price that was computed from spread and length, relative to it.
 DOUBT = 2.0  # rho falls to 1 / DOUBT of it at most: constants that hold their targets lie at 0.5 to 1.9 of it
 CEILING = 10.0  # rho rises to CEILING times it at most: the reward is a tenth of the gradient then, and Adam normalises
@@ -35,7 +32,7 @@ FIRST_RATE = 1 / 15  # 15 steps from the reference to the target: runs take 3 to
 RATES = math.log(1 / 400), math.log(1 / 2)  # bounds of log rate: 400 steps are out of reach of a run, 2 are no climb
 LEAST = 1e-3  # the least x: a KL of a millionth of its target is none
 SMOOTHING = 0.28  # weight of the newest step in the pace: delays of 1 to 5 steps and Adam's ten, met in the middle
-# How much a reading corrects it.
+# How much a reading says.
 DRIFT, NOISE = 0.1, 0.07  # relative change of rho* in a step; relative error of a reading of x, unless it is larger
 FASTEST = 0.3  # the largest bandwidth: a faster observer follows the swings that momentum makes, and amplifies them
 SURPRISE = 0.3  # the most by which one reading raises x, relative to its forecast: it doubles the price at most
@@ -62,6 +59,10 @@ class HoldState(State):
     """Running mean square of the spread; 0 before the first signal, or where none is given."""
     steps: int = 0
     """Readings since KL left zero."""
+
+    of_kl = ("x", "pace", "steps")
+    sane = State.sane | {"beta": (1e-300, 1e300), "log_rho": (-700, 700), "log_rate": RATES, "steps": (0, 1e15)}
+    sane |= dict.fromkeys(("lowest", "x", "square"), (0, 1e200)) | {"pace": (-1e200, 1e200)}
 
     def retargeted(self, old: float, new: float) -> HoldState:
         """The same plant in units of another target: x goes as ``1 / sqrt(target)``, and so does the price."""
@@ -104,17 +105,16 @@ class Hold:
     def init(self, *, spread: float | None = None, length: float | None = None) -> HoldState:
         """``beta = spread / sqrt(2 target per sequence)`` where ``spread`` is known, otherwise ``init_beta``.
 
-        To second order in ``1 / beta`` the best policy under that price has the target KL. ``spread`` is the RMS of the
-        advantages within a prompt, about 1 after normalisation. At 0, a first batch without signal, the price is that
-        of 1. ``length``, the mean number of tokens, is needed unless the target is per sequence.
+        To second order in ``1 / beta`` the best policy under that price has the target KL. At a spread of 0, a first
+        batch without signal, it is that of 1. ``length``, mean tokens, is needed unless the target is per sequence.
         """
         if spread is None:
             first = base.first_price("Hold", self.init_beta, self.bounds)
             return HoldState(beta=first, log_rho=math.log(first))
-        require_number("spread", spread, at_least=0, way_out="It is the RMS spread of the advantages in a group.")
+        require_number("spread", spread, at_least=0, way_out="It is the RMS of the advantages in a group.")
         rho = 1 / math.sqrt(2 * base.nats(self.target) * base.tokens("Hold", self.per, length))
         beta = clip(rho * (spread or 1.0), *self.bounds)
-        return HoldState(beta=beta, log_rho=math.log(rho), lowest=rho / DOUBT, square=spread**2)
+        return HoldState(beta=beta, log_rho=math.log(rho), lowest=rho / DOUBT, square=min(spread, 1e100) ** 2)
 
     def update(
         self,
@@ -126,10 +126,10 @@ class Hold:
         spread: float | None = None,
         noise: float | None = None,
     ) -> HoldState:
-        """The state after observing ``kl`` (``n`` is not used), and what is known of the step beside it.
+        """The state after observing ``kl``, good to ``noise``, relative to it (``n`` is not used).
 
         ``effort`` (``Clamped.effort``) is what a clamp undid: the model goes on from x without it, so all of it counts
-        as climb. ``spread`` keeps its last value where none is given. ``noise`` is the relative error of ``kl``.
+        as climb. ``spread`` keeps its last value where none is given.
         """
         if left_out := base.skip(state, kl, HoldState):
             return left_out
@@ -151,7 +151,7 @@ class Hold:
 def _driven(state: HoldState, spread: float | None) -> tuple[HoldState, float]:
     """The state with this batch in its spread, and the batch's signal: its share of the usual spread, at most 1."""
     state = replace(state, updates=state.updates + 1)
-    if spread is None or not 0 <= spread < 1e100:
+    if spread is None or not 0 <= spread <= 1e100:
         return state, 1.0
     weight = max(SMOOTHING, 1 / state.updates) if state.square else 1.0  # the first signal, however late, is the usual
     square = state.square + weight * (spread * spread - state.square)
@@ -192,8 +192,7 @@ def _observe(state: HoldState, ratio: float, signal: float, noise: float) -> Hol
 def _log_price(state: HoldState) -> float:
     """``log rho = log rho* + exponent log x``, with x a step ahead: as it will be when the price acts.
 
-    A computed price is raised while x is above 1, and pushes nothing towards the target. One that was given may be
-    wrong by ten, and a plant that it slows down looks like one that is slow: it is lowered while x is below 1, too.
+    A computed price is raised while x is above 1. One that was given may be too high, and is lowered below 1, too.
     """
     ahead = math.log(max(state.x + state.pace, LEAST))
     exponent = clip(math.exp(-state.log_rate) / PATIENCE - 1, DAMPING if state.computed else 0.0, BOLDEST)

@@ -107,6 +107,8 @@ def _gained(comparison: Comparison, arm: str) -> Check:
     found = gain_of(comparison, arm)
     if math.isnan(found.mean):
         return Check(what, f"not known: no constants enclose the KL of {arm}, or none gains there", None)
+    if without := _not_enclosed(comparison, arm):
+        return Check(what, f"{share(found.mean)}, but {without}", None)
     if math.isnan(found.low):
         return Check(what, f"{share(found.mean)} (one seed, no interval)", None)
     shown = f"{share(found.mean)} (95 % interval {share(found.low)} to {share(found.high)})"
@@ -117,10 +119,19 @@ def _gained(comparison: Comparison, arm: str) -> Check:
     return Check(what, f"{shown}, too wide to tell: more --seeds", None)
 
 
+def _not_enclosed(comparison: Comparison, arm: str) -> str:
+    """``no constants enclose the KL of 1 of 3 seeds``, whose worth is not known then; empty where they enclose all."""
+    runs = comparison.arms[arm]
+    known = len(at_equal_kl(runs, list(comparison.constants.values()), "reward/mean"))
+    return f"no constants enclose the KL of {len(runs) - known} of {len(runs)} seeds" if known < len(runs) else ""
+
+
 def _english(comparison: Comparison) -> Check:
     what = "held-out perplexity of hold no higher than a constant's at the same KL"
     constants = list(comparison.constants.values())
     found = difference(at_equal_kl(comparison.arms["hold"], constants, "heldout/perplexity"))
+    if not math.isnan(found.mean) and (without := _not_enclosed(comparison, "hold")):
+        return Check(what, f"{found.mean:+.2g}, but {without}", None)
     return _no_higher(what, found, ENGLISH_MARGIN * float(comparison.reference["perplexity"]["heldout"]))
 
 

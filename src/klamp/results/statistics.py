@@ -58,7 +58,7 @@ class Figures:
     held_steps: int
     """Steps that share is taken over."""
     highest: float
-    """Highest KL from first entry on (from the start where none entered), in targets."""
+    """Highest reading, in targets."""
     surely: float
     """Highest KL of the whole run that a reading shows beyond its own noise (:func:`beyond_noise`), in targets."""
     fresh: float
@@ -123,7 +123,7 @@ def figures(arm: str, records: Sequence[Record], target: float | None) -> Figure
     entries = [first_entry(r, target) for r in records]
     held = [_held(r, e) for r, e in zip(records, entries, strict=True) if e is not None]
     pooled = [v for values in held for v in values]
-    everything = pooled or [v for r in records for v in r.get("kl/steered").from_step(0)]
+    everything = [v for r in records for v in r.get("kl/steered").from_step(0) if math.isfinite(v)]
     inside = [abs(v / target - 1) <= BAND for v in pooled] if target else []
     return Figures(
         arm=arm,

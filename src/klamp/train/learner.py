@@ -21,7 +21,7 @@ from klamp.masked import sum_count
 from klamp.models.optimizer import optimizer_of, rate_of
 from klamp.models.policy import Policy, ReferenceStates
 from klamp.monitor import Alarm
-from klamp.references import parse
+from klamp.references import Periodic, parse
 from klamp.references.cache import ReferenceCache
 from klamp.references.states import AdapterOff, Reference, make_reference
 from klamp.rounding_floor import measure_floor, reads_rounding, warn_near_floor
@@ -73,6 +73,7 @@ class Learner:
         self.control = control_of(config.kl)
         """Price, clamp and monitor after the last step; a step puts another one in its place, and changes none."""
         spec = parse(config.kl.reference)
+        self.restarts = isinstance(spec, Periodic)  # it becomes the policy, so KL begins at 0 again
         # Before the launcher wraps the model: an adapter of the reference's is sharded along with it.
         trust, on_cpu = config.trust_remote_code, config.kl.reference_on_cpu
         self.reference: Reference = make_reference(
@@ -128,7 +129,7 @@ class Learner:
             after = self.control.skip(kl, step=step, figures=self._watched(sums, rewards))
         self.settle()
         elsewhere = self.reference.after_step(step)  # the next batch's KL will be to another reference
-        self.control = after.new_reference() if elsewhere else after
+        self.control = after.new_reference(restarts=self.restarts) if elsewhere else after
         metrics = {**self._kl_metrics(sums, kl, control), **clamp_metrics(after, measurement.share)}
         metrics |= {name: sums.mean(name) for name in sums.names() if name.startswith(("loss/", "policy/", "rollout/"))}
         metrics |= {**rewards, "policy/spread": prepared.spread}
