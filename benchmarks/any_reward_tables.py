@@ -34,8 +34,8 @@ def point(row: Row) -> tuple[float, float]:
 def gain(rows: Sequence[Row], constants: Sequence[Row], reference: float) -> float | None:
     """Reward gained over the reference as a share of what constants gain at the same KL; None beyond their KL.
 
-    What they gain is a parabola in sqrt(KL) through the reference, fitted to the mean of each constant over its runs: a
-    line between two of them would lie below a curve that flattens. With one constant alone it is a line.
+    What they gain is read off a parabola in sqrt(KL) through the reference and the two constants whose KL lies around
+    ours, or nearest above it: a line would lie below a curve that flattens.
     """
     by_price = defaultdict(list)
     for c in constants:
@@ -43,20 +43,21 @@ def gain(rows: Sequence[Row], constants: Sequence[Row], reference: float) -> flo
     means = [(fmean(x for x, _ in runs), fmean(r for _, r in runs) - reference) for runs in by_price.values()]
     ours = [point(row) for row in rows]
     x, r = fmean(x for x, _ in ours), fmean(r for _, r in ours) - reference
-    if not means or x > max(at for at, _ in means):
+    means.sort()
+    above = next((i for i, (at, _) in enumerate(means) if at >= x), None)
+    if above is None:
         return None
-    theirs = through_origin(means, x)
+    theirs = through_origin(means[max(above - 1, 0) :][:2], x)
     return r / theirs if abs(theirs) > 1e-12 else None
 
 
 def through_origin(points: Sequence[tuple[float, float]], x: float) -> float:
-    """``a x + b x²`` at ``x``, fitted to ``points`` by least squares; ``b`` is 0 where there is one point."""
-    s2, s3, s4 = (sum(at**power for at, _ in points) for power in (2, 3, 4))
-    y1, y2 = (sum(y * at**power for at, y in points) for power in (1, 2))
-    determinant = s2 * s4 - s3 * s3
-    if len(points) < 2 or determinant <= 1e-9 * s2 * s4:
-        return y1 / s2 * x
-    return (y1 * s4 - y2 * s3) / determinant * x + (y2 * s2 - y1 * s3) / determinant * x * x
+    """The parabola through the origin and two ``points`` at ``x``; the line through one."""
+    (a, at_a), (b, at_b) = points[0], points[-1]
+    if b - a < 1e-6:
+        return at_a / a * x
+    slope = (at_b / b - at_a / a) / (b - a)  # of y / x, which is linear on a parabola through the origin
+    return x * (at_a / a + slope * (x - a))
 
 
 def usual_spread(spread: Sequence[float]) -> list[float]:
