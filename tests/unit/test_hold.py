@@ -296,9 +296,10 @@ def test_ahead_of_every_usual_rival_and_not_far_behind_tuned_ones_on_the_ensembl
         hold = bench.ensemble_row(where, lambda p: bench.held(p.beta0, int, target=p.target))[0]
         made = bench.ENSEMBLE.items()
         rivals = {k: bench.ensemble_row(where, lambda p, m=m: m(p.target, p.beta0))[0] for k, m in made}
-        usual = {k: v for k, v in rivals.items() if "tuned" not in k and "log-PI" not in k}
+        usual = {k: v for k, v in rivals.items() if "tuned" not in k}
         assert hold > max(usual.values()), rivals
-        assert hold > max(rivals.values()) - 6, rivals
+        assert hold > max(rivals.values()) - 2, rivals
+        assert hold > 90 or where is not plants
 
 
 @pytest.mark.slow
