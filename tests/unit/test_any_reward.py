@@ -1,0 +1,62 @@
+"""The tables of benchmarks/any_reward.py: gains at equal KL, their intervals, and which run counts."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import any_reward_tables
+
+    return any_reward_tables
+
+
+def row(arm: str, seed: int, kl: float, reward: float) -> dict[str, Any]:
+    return {"arm": arm, "seed": seed, "kl": [kl] * 60, "late_reward": reward}
+
+
+def curve(kl: float) -> float:
+    """What constants earn: a parabola in sqrt(KL) from 0.2 on."""
+    x = math.sqrt(kl)
+    return 0.2 + 2 * x - 3 * x * x
+
+
+def test_an_arm_on_the_curve_of_the_constants_gains_what_they_gain(tables: Any) -> None:
+    constants = [row(f"x {kl}", seed, kl, curve(kl)) for kl in (0.02, 0.04, 0.07) for seed in (0, 1)]
+    for kl in (0.01, 0.03, 0.05, 0.069):
+        assert tables.gain([row("hold", 0, kl, curve(kl))], constants, 0.2) == pytest.approx(1, rel=1e-9)
+    assert tables.gain([row("hold", 0, 0.08, 0.5)], constants, 0.2) is None, "no constant reaches that KL"
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says(tables: Any) -> None:
+    """An arm as good as the constants, five seeds, rewards good to 4 % of the gain: 95 of 100 intervals hold 100 %."""
+    draw, covered = random.Random(0), 0
+    for _ in range(300):
+        constants = [row(f"x {kl}", s, kl, curve(kl) + draw.gauss(0, 0.01)) for kl in (0.04, 0.07) for s in range(5)]
+        shown = tables.compared(
+            [row("hold", s, 0.05, curve(0.05) + draw.gauss(0, 0.01)) for s in range(5)], constants, 0.2
+        )
+        gain, error = map(float, shown.split(" ± "))
+        covered += abs(gain - 100) <= error + 0.5
+    assert 0.9 < covered / 300 <= 1
+
+
+def test_a_first_signal_after_silence_is_the_usual_spread_as_hold_takes_it(tables: Any) -> None:
+    assert tables.usual_spread([0.0, 0.0, 0.0, 0.5])[-1] == 0.5
+
+
+def test_a_run_of_this_file_counts_before_one_that_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import any_reward
+
+    name = {"model": "tiny", "reward_name": "vowels", "rate": 0, "arm": "hold", "seed": 0}
+    assert [r["kl"] for r in any_reward.latest([{**name, "kl": 1}, {**name, "kl": 2}])] == [2]
