@@ -39,7 +39,7 @@ HEADS = (
     Head("reward", "Reward", "second half of the run"),
     Head("KL", "KL", "nats, second half of the run"),
     Head("in band", "In band", "share of steps within 20 % of the target, second half of the run, all seeds"),
-    Head("max KL", "Max KL", "highest reading from first entry on, in targets"),
+    Head("max KL", "Max KL", "highest reading, in targets"),
     Head("end KL", "End KL", f"on {FRESH} fresh samples after the last step, highest of the seeds, in targets"),
     Head("perplexity", "Perplexity", "on held-out text, second half of the run"),
     Head("on ref", "… on ref.", "perplexity on samples of the reference"),

@@ -248,7 +248,7 @@ def arms_table(found: Verdict) -> Any:
     from rich.table import Table
 
     table = Table(
-        title="second half of the run, in band pooled over seeds; max KL: highest reading from first entry on; "
+        title="second half of the run, in band pooled over seeds; max KL: highest reading; "
         f"end KL: on {FRESH} fresh samples after the last step, highest seed"
     )
     for i, name in enumerate(COLUMNS):
