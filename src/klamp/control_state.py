@@ -9,7 +9,7 @@ from typing import Any
 
 from klamp.clamp import MOST_BIAS, Clamped, GaugeState
 from klamp.controllers.base import State
-from klamp.errors import ConfigError, require_number, shown
+from klamp.errors import ConfigError, require_number, require_ranges, shown
 from klamp.monitor import MonitorState
 from klamp.strict_json import from_plain, nan_as_text, nan_from_text
 
@@ -89,12 +89,9 @@ class ControlState:
 def _gauge(saved: Mapping[str, Any]) -> GaugeState:
     """A saved gauge whose numbers can be reckoned with."""
     gauge = from_plain(GaugeState, saved)
-    ranges = {"level": 1e12, "reading": 1e12, "share": 1.2, "pairs": 1e15, "spread": 1.0}
-    for name, most in ranges.items():
-        if not 0 <= getattr(gauge, name) <= most:
-            raise ConfigError(f"gauge.{name} must be from 0 to {most:g}, got {shown(saved[name])}. {DAMAGED}")
-    if abs(gauge.bias) > MOST_BIAS:
-        raise ConfigError(f"gauge.bias must be from -0.5 to 0.5, got {shown(saved['bias'])}. {DAMAGED}")
+    ranges = {"level": (0.0, 1e12), "reading": (0.0, 1e12), "share": (0.0, 1.2), "pairs": (0.0, 1e15)}
+    ranges |= {"spread": (0.0, 1.0), "bias": (-MOST_BIAS, MOST_BIAS)}
+    require_ranges("gauge", gauge, ranges, way_out=DAMAGED)
     return gauge
 
 

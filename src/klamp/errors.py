@@ -14,7 +14,7 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 MARKED = re.compile("‹([^‹›=]*)(?:=([^‹›]*))?›")
@@ -284,3 +284,12 @@ def require_number(
     if at_least is not None and number < at_least:
         raise ConfigError(field, value, way_out, problem=f"must be >= {at_least:g}, got {{value}}")
     return number
+
+
+def require_ranges(name: str, values: object, ranges: Mapping[str, tuple[float, float]], *, way_out: str) -> None:
+    """Refuse an object whose attributes lie outside their ranges: ‹gauge.pairs must be from 0 to 1e+15, got -2›."""
+    for field, (low, high) in ranges.items():
+        if not low <= (value := getattr(values, field)) <= high:
+            raise ConfigError(
+                f"{name}.{field}", value, way_out, problem=f"must be from {low:g} to {high:g}, got {{value}}"
+            )

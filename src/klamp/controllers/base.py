@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from klamp.errors import ConfigError, require_number, shown
+from klamp.errors import ConfigError, require_number, require_ranges, shown
 from klamp.masked import Unit, check_unit
 from klamp.strict_json import from_plain
 
@@ -103,12 +103,8 @@ class State:
                 f"this version does not write. Kinds: {sorted(State.kinds)}. Start the controller anew with init()."
             )
         state = from_plain(kind, given)
-        for number, (low, high) in kind.sane.items():
-            if not low <= getattr(state, number) <= high:
-                raise ConfigError(
-                    f"{kind.__name__}.{number} must be from {low:g} to {high:g}, got {shown(given[number])}. The saved "
-                    "state is damaged; start the controller anew with init()."
-                )
+        way_out = "The saved state is damaged; start the controller anew with init()."
+        require_ranges(kind.__name__, state, kind.sane, way_out=way_out)
         return state
 
     def to_json(self) -> str:
