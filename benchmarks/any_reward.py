@@ -52,12 +52,13 @@ class Setting:
     steps: tuple[int, int] = (60, 120)
     multiples: tuple[float, ...] = (0.5, 0.8, 1.25, 2.0, 3.2)
     """Constant prices, in multiples of UNIT of the feed-forward; every other one at the low rate."""
+    dtype: str = "auto"
     drawn: int = 8192
     """Completions of the reference that the rewards are calibrated on."""
 
 
 SETTINGS = {
-    "tiny": Setting(4, 24, (1.5e-3, 1.5e-4)),
+    "tiny": Setting(4, 24, (1.5e-3, 1.5e-4), dtype="float32"),  # on a GPU too
     "smollm2": Setting(16, 48, (5e-4, 5e-5), (60, 60), (0.7, 1.2, 2.0, 3.4)),
 }
 
@@ -157,6 +158,7 @@ class _trainer:
             run=str(Path(self.folder) / "run"),
             steps=steps,
             seed=job.seed,
+            dtype=made.dtype,
             save_every=10**6,
             sample_every=10**6,
             keep=1,

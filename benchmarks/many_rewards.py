@@ -25,12 +25,15 @@ HELD_OUT_3 = ("length", "distinct words", "positive", "turning", "by prompt")
 """Added when the law before this one was settled."""
 HELD_OUT_4 = ("alliteration", "no e", "eight words", "late sentiment")
 """Added when this law was settled, and run once."""
+HELD_OUT_5 = ("capitals", "delayed", "heavy tails", "grade")
+"""Added when DAMPING was settled, and run once."""
 HALVES = {
     "development": DEVELOPMENT,
     "held-out": HELD_OUT,
     "held-out-2": HELD_OUT_2,
     "held-out-3": HELD_OUT_3,
     "held-out-4": HELD_OUT_4,
+    "held-out-5": HELD_OUT_5,
 }
 SPARSE = {"word 2 %": 0.02, "word 0.3 %": 0.003}
 AVOIDED = {"avoid": 0.05}
@@ -59,6 +62,10 @@ WHAT = {
     "no e": "share of letters that are not e, dense, of a small scale",
     "eight words": "minus the words more or less than eight: the best lies between",
     "late sentiment": "VADER's score of the second half of the words: most of the completion counts for nothing",
+    "capitals": "share of words with a capital, dense",
+    "delayed": "0 for 20 steps, then letters",
+    "heavy tails": "vowels and noise of Student's t with two degrees of freedom: a few numbers are far off",
+    "grade": "letters in whole numbers from 3 to 6, as a judge with few grades: most groups hold ties",
 }
 
 
@@ -130,6 +137,26 @@ def late_sentiment(prompts: list[str], completions: list[str], **_: Any) -> list
     return sentiment(prompts, halves)
 
 
+def capitals(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    words = [text.split() for text in completions]
+    return [sum(w[0].isupper() for w in each) / max(len(each), 1) for each in words]
+
+
+def grade(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return [float(min(max(round(mean), 3), 6)) for mean in letters(prompts, completions)]
+
+
+class Delayed:
+    """Nothing for 20 batches, then :func:`letters`."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def __call__(self, prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        self.batches += 1
+        return [value if self.batches > 20 else 0.0 for value in letters(prompts, completions)]
+
+
 class Turning:
     """Vowels for 30 batches, then their absence: :func:`consonants`."""
 
@@ -163,6 +190,14 @@ class Noisy(Noise):
         return [score + 0.9 * n for score, n in zip(sentiment(prompts, completions), noise, strict=True)]
 
 
+class HeavyTails(Noise):
+    """Vowels, whose spread is about 0.12, under noise that has no variance."""
+
+    def __call__(self, prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        noise = [self.draw.gauss(0, 1) / math.sqrt(self.draw.expovariate(1.0)) for _ in completions]
+        return [v + 0.1 * n for v, n in zip(vowels(prompts, completions), noise, strict=True)]
+
+
 def reward(name: str, words: dict[str, str], seed: int) -> Reward:
     """The reward called ``name``; ``words`` are those of the calibration."""
     if name in SPARSE:
@@ -187,13 +222,19 @@ def reward(name: str, words: dict[str, str], seed: int) -> Reward:
         "no e": without_e,
         "eight words": eight_words,
         "late sentiment": late_sentiment,
+        "capitals": capitals,
+        "delayed": Delayed(),
+        "heavy tails": HeavyTails(seed),
+        "grade": grade,
     }
     return Noise(seed) if name == "noise" else plain[name]
 
 
 def settled(name: str, words: dict[str, str]) -> Reward:
     """What the reward called ``name`` is in the last third of a run, free of noise of its own."""
-    return {"noisy sentiment": sentiment, "turning": consonants}.get(name) or reward(name, words, 0)
+    plain: dict[str, Reward] = {"noisy sentiment": sentiment, "turning": consonants}
+    plain |= {"delayed": letters, "heavy tails": vowels}
+    return plain.get(name) or reward(name, words, 0)
 
 
 def consonants(prompts: list[str], completions: list[str], **_: Any) -> list[float]:

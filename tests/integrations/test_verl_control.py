@@ -31,7 +31,7 @@ def made(kl_coef: float = 0.001) -> HoldKLController:
 
 
 def test_its_prices_are_those_of_a_control() -> None:
-    verl, control = made(), klamp.Control(klamp.Hold(0.05, per="token", init_beta=0.001))
+    verl, control = made(), klamp.Control(klamp.Hold(0.05, per="token"))
     for step in range(6):
         data = batch(step)
         verl.observe(data)
@@ -54,6 +54,15 @@ def test_called_directly_it_takes_the_kl_it_is_given() -> None:
     assert two.value == hold.update(hold.init(), 0.2, 8).beta
     with pytest.raises(klamp.ConfigError, match="one KL"):
         one.update()
+
+
+def test_a_price_that_was_given_is_charged_first_and_counts_if_it_is_near_the_computed_one() -> None:
+    verl, usual = made(0.02), made()
+    for one in (verl, usual):
+        one.observe(batch(0))
+    assert verl.value == 0.02 < 0.5 * usual.value
+    verl.update(n_steps=8)
+    assert verl.value >= 0.5 * usual.value * (1 - 1e-6)
 
 
 def test_it_goes_on_from_its_file(tmp_path: Path) -> None:

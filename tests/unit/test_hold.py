@@ -543,6 +543,37 @@ def test_swings_that_batches_make_are_not_amplified() -> None:
     assert fmean(max(run) for run in runs) < 1.05 * fmean(max(run) for run in constant)
 
 
+@pytest.mark.parametrize("wrong", [0.1, 0.7, 1.5, 10.0])
+def test_a_first_price_of_ones_own_counts_if_it_is_within_a_factor_of_two_of_the_computed_one(wrong: float) -> None:
+    counts = wrong if 0.5 <= wrong <= 2 else 1.0
+    usual = Hold(0.05, "token").init(spread=0.5, length=24.0)
+    given = Hold(0.05, "token", init_beta=wrong * usual.beta).init(spread=0.5, length=24.0)
+    assert given.beta == pytest.approx(wrong * usual.beta), "charged as it is in the first step"
+    assert math.exp(given.log_rho - usual.log_rho) == pytest.approx(counts)
+    assert given.lowest == usual.lowest
+    after = Hold(0.05, "token", init_beta=given.beta).update(given, 0.0, spread=0.5)
+    assert after.beta == pytest.approx(usual.beta * counts)
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.1, 0.2])
+@pytest.mark.parametrize("wrong", [0.1, 10.0])
+def test_a_price_wrong_by_ten_is_found_in_time_where_the_spread_is_known(rate: float, wrong: float) -> None:
+    hold = Hold(0.05, "token", init_beta=wrong * told(0.3).beta)
+    start = hold.init(spread=0.3 * math.sqrt(2 * 0.05 * 24), length=24.0)
+    kls, _ = follow(hold, plant(rate, 0.3), 120, start)
+    assert max(kls) < 1.5
+    assert fmean(kls[80:]) == pytest.approx(1.0, abs=0.2)
+
+
+def test_above_the_target_the_price_is_raised_by_the_root_of_two_at_most() -> None:
+    hold = Hold(0.05, "token")
+    state = start = hold.init(spread=1.0, length=24.0)
+    for kl in (0.01, 0.02, 0.03, 0.05, 0.06, 0.07, 0.09, 0.12, 0.12, 0.12):
+        state = hold.update(state, kl, spread=1.0)
+        assert state.beta <= math.exp(state.log_rho) * 2**0.5 * (1 + 1e-6)
+    assert state.beta > 1.3 * start.beta
+
+
 def test_one_wild_reading_hardly_moves_the_price() -> None:
     hold = Hold(0.1, "token")
     state = replay(hold, [0.1 * min(t / 10, 1.0) ** 2 for t in range(1, 60)])

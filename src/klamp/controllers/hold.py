@@ -25,7 +25,6 @@ PRESETS = {"conservative": 0.02, "moderate": 0.08, "aggressive": 0.15}  # nats p
 # A first price that was computed from spread and length, relative to it.
 DOUBT = 2.0  # rho falls to 1 / DOUBT of it at most: constants that hold their targets lie at 0.5 to 1.9 of it
 CEILING = 10.0  # rho rises to CEILING times it at most: the reward is a tenth of the gradient then, and Adam normalises
-DAMPING = 2.0  # while x is above 1 the price goes with x to this power at least: as KL itself
 TRUST = 4.0  # odds by which an error is put down to the rate rather than to it; to a price that was given, 1 / TRUST
 # The model.
 FIRST_RATE = 1 / 15  # 15 steps from the reference to the target: runs take 3 to 80, and this is their geometric mean
@@ -36,9 +35,11 @@ SMOOTHING = 0.28  # weight of the newest step in the pace: delays of 1 to 5 step
 DRIFT, NOISE = 0.1, 0.07  # relative change of rho* in a step; relative error of a reading of x, unless it is larger
 FASTEST = 0.3  # the largest bandwidth: a faster observer follows the swings that momentum makes, and amplifies them
 SURPRISE = 0.3  # the most by which one reading raises x, relative to its forecast: it doubles the price at most
-# Slow climbs, and a first price that was given.
-PATIENCE = 24.0  # steps to the target beyond which the price is pushed: with x to the power of steps / PATIENCE - 1,
-BOLDEST = 6.0  # at most to this power; and a price that was given goes down to rho* / BOLDEST at most
+# What is charged beside rho*: a power of x.
+RETURN = 2.0  # steps in which a computed price brings x back from above 1, as far as that takes a factor of
+PUSH = 2**0.5  # at most this: KL would settle at half its target then
+PATIENCE = 24.0  # steps to the target beyond which a price that was given is pushed
+BOLDEST = 6.0  # the highest power; and a price that was given goes down to rho* / BOLDEST at most
 
 
 @dataclass(frozen=True)
@@ -107,14 +108,18 @@ class Hold:
 
         To second order in ``1 / beta`` the best policy under that price has the target KL. At a spread of 0, a first
         batch without signal, it is that of 1. ``length``, mean tokens, is needed unless the target is per sequence.
+        An ``init_beta`` is charged in the first step, and counts from then on if it is within a factor of two of that.
         """
+        given = base.first_price("Hold", self.init_beta, self.bounds)
         if spread is None:
-            first = base.first_price("Hold", self.init_beta, self.bounds)
-            return HoldState(beta=first, log_rho=math.log(first))
+            return HoldState(beta=given, log_rho=math.log(given))
         require_number("spread", spread, at_least=0, way_out="It is the RMS of the advantages in a group.")
         rho = 1 / math.sqrt(2 * base.nats(self.target) * base.tokens("Hold", self.per, length))
-        beta = clip(rho * (spread or 1.0), *self.bounds)
-        return HoldState(beta=beta, log_rho=math.log(rho), lowest=rho / DOUBT, square=min(spread, 1e100) ** 2)
+        state = HoldState(beta=given, log_rho=math.log(rho), lowest=rho / DOUBT, square=min(spread, 1e100) ** 2)
+        if self.init_beta is None:
+            return replace(state, beta=clip(rho * state.spread, *self.bounds))
+        near = 1 / DOUBT <= given / state.spread / rho <= DOUBT
+        return replace(state, log_rho=math.log(given / state.spread)) if near else state
 
     def update(
         self,
@@ -162,8 +167,7 @@ def _driven(state: HoldState, spread: float | None) -> tuple[HoldState, float]:
 
 
 def _observe(state: HoldState, ratio: float, signal: float, noise: float) -> HoldState:
-    """The model a step on, corrected by a reading of ``KL / target``."""
-    # The forecast.
+    """The model's forecast of x a step on, and the model corrected by a reading of ``KL / target``."""
     count, rate = state.steps + 1, math.exp(state.log_rate)
     settles = math.exp(state.log_rho) * state.spread / state.beta  # rho* / rho: where x comes to rest
     answer = (state.x - signal * settles) * math.expm1(-rate / settles)  # the model, solved over a step
@@ -179,14 +183,10 @@ def _observe(state: HoldState, ratio: float, signal: float, noise: float) -> Hol
     gain_x = clip(3 * w - SMOOTHING, 0.0, 1.0)
     gain_pace = clip(3 * w * w - gain_x * SMOOTHING - SMOOTHING * rate, 0.0, 1.0)
     gain_rho = min(w**3 / (SMOOTHING * rate), 1.0)
-    return replace(
-        state,
-        steps=count,
-        x=max(x * math.exp(gain_x * error), LEAST),
-        pace=pace + gain_pace * x * error,
-        log_rate=clip(state.log_rate + w * (1 - to_price) * signal * error, *RATES),
-        log_rho=state.log_rho + gain_rho * to_price * signal * error,
-    )
+    log_rate = clip(state.log_rate + w * (1 - to_price) * signal * error, *RATES)
+    log_rho = state.log_rho + gain_rho * to_price * signal * error
+    x, pace = max(x * math.exp(gain_x * error), LEAST), pace + gain_pace * x * error
+    return replace(state, steps=count, x=x, pace=pace, log_rate=log_rate, log_rho=log_rho)
 
 
 def _log_price(state: HoldState) -> float:
@@ -195,5 +195,6 @@ def _log_price(state: HoldState) -> float:
     A computed price is raised while x is above 1. One that was given may be too high, and is lowered below 1, too.
     """
     ahead = math.log(max(state.x + state.pace, LEAST))
-    exponent = clip(math.exp(-state.log_rate) / PATIENCE - 1, DAMPING if state.computed else 0.0, BOLDEST)
-    return state.log_rho + max(exponent * ahead, 0.0 if state.computed else -math.log(BOLDEST))
+    exponent = clip(math.exp(-state.log_rate) / (RETURN if state.computed else PATIENCE) - 1, 0.0, BOLDEST)
+    low, high = (0.0, math.log(PUSH)) if state.computed else (-math.log(BOLDEST), math.inf)
+    return state.log_rho + clip(exponent * ahead, low, high)

@@ -16,11 +16,12 @@ from klamp import estimators as e
 from klamp import trust
 from klamp.clamp_scalers import lora_scaler, snapshot, weights_scaler
 from klamp.control import Control
+from klamp.controllers.hold import DOUBT, HoldState
 from klamp.distributed import settle
 from klamp.masked import sum_count
 from klamp.models.optimizer import optimizer_of, rate_of
 from klamp.models.policy import Policy, ReferenceStates
-from klamp.monitor import Alarm
+from klamp.monitor import Alarm, logger
 from klamp.references import Periodic, parse
 from klamp.references.cache import ReferenceCache
 from klamp.references.states import AdapterOff, Reference, make_reference
@@ -197,8 +198,17 @@ class Learner:
         mask = prepared.counted
         sums = self.reduce(torch.stack([mask.sum().double(), mask.any(1).sum().double()]))
         length = float(sums[0] / sums[1].clamp(min=1))
-        given = self.config.kl.beta is not None
-        return self.control.init(spread=None if given else prepared.spread, length=length, floor=floor)
+        control = self.control.init(spread=prepared.spread, length=length, floor=floor)
+        if self.config.kl.beta is not None and isinstance(price := control.state.price, HoldState):
+            usual = DOUBT * price.lowest * price.spread
+            if not 1 / DOUBT <= price.beta / usual <= DOUBT:
+                logger.warning(
+                    "kl.beta %.3g is far from %.3g, the price that the rewards' spread and the length give. It is "
+                    "charged in the first step, and Hold goes on from that price. Leave kl.beta out, or use "
+                    "kl.controller=fixed.",
+                    *(price.beta, usual),
+                )
+        return control
 
     # -- measuring --------------------------------------------------------------------------------------------------
 

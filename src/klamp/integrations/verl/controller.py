@@ -55,6 +55,11 @@ class Settings:
     kl_coef: float
     """The first price. At verl's default of 0.001 the first batch's spread of rewards sets it instead."""
 
+    @property
+    def given(self) -> float | None:
+        """The first price, where somebody gave one."""
+        return None if self.kl_coef == DEFAULT_COEF else self.kl_coef
+
     @classmethod
     def read(cls, kl_ctrl: Any) -> Settings:
         """The settings in verl's config node, checked.
@@ -95,7 +100,8 @@ class HoldKLController:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.control = Control(Hold(settings.target, settings.per, init_beta=settings.kl_coef)).init()
-        self.told = settings.kl_coef != DEFAULT_COEF
+        self.told = False
+        """Whether a batch has told the spread of its rewards, which the price is in units of from then on."""
         self.measured: float | None = None
         self.spread: float | None = None
 
@@ -127,7 +133,8 @@ class HoldKLController:
         self.spread = _spread(data)
         if not self.told and self.spread > 0:
             length = float(mask.sum(-1).float().mean())
-            self.control, self.told = self.control.init(spread=self.spread, length=length), True
+            hold = Hold(self.settings.target, self.settings.per, init_beta=self.settings.given)
+            self.control, self.told = Control(hold).init(spread=self.spread, length=length), True
             logger.warning(
                 "klamp: rewards spread by %.4g in a prompt; the first price is %.4g", self.spread, self.value
             )
@@ -263,7 +270,7 @@ def _answering(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         settings = Settings.read(kl_ctrl)
         controller = HoldKLController(settings)
         _hook_trainers()
-        price = f"{settings.kl_coef:g}" if controller.told else "set by the first batch"
+        price = "set by the first batch" if settings.given is None else f"{settings.given:g}"
         logger.warning(
             "klamp is ACTIVE: Hold steers the KL penalty in the reward to %g nats per %s by %s; first price %s",
             *(settings.target, settings.per, settings.estimator, price),
