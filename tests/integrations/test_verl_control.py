@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,12 +58,15 @@ def test_called_directly_it_takes_the_kl_it_is_given() -> None:
 
 
 def test_a_price_that_was_given_is_charged_first_and_counts_if_it_is_near_the_computed_one() -> None:
-    verl, usual = made(0.02), made()
-    for one in (verl, usual):
+    far, usual = made(0.02), made()
+    for one in (far, usual):
         one.observe(batch(0))
-    assert verl.value == 0.02 < 0.5 * usual.value
-    verl.update(n_steps=8)
-    assert verl.value >= 0.5 * usual.value * (1 - 1e-6)
+    near = made(0.7 * usual.value)
+    near.observe(batch(0))
+    assert (far.value, near.value) == (0.02, 0.7 * usual.value)
+    computed = usual.state.log_rho
+    assert far.state.log_rho == computed
+    assert near.state.log_rho == pytest.approx(computed + math.log(0.7))
 
 
 def test_it_goes_on_from_its_file(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def test_near_the_limit_a_share_holds_kl_as_well(trainer: Any, monkeypatch: Any)
     runs = {}
     for sparse in (1, SPARSE):
         monkeypatch.setattr("klamp.train.kl_after_update.SPARSE", sparse)
-        kl = {"target": 0.01, "per": "token", "beta": 0.05}  # a price that leaves the clamp something to do
+        kl = {"controller": "fixed", "beta": 0.05, "target": 0.01, "per": "token"}  # leaves the clamp something to do
         made = trainer(optim={"lr": 3e-3}, rollout={"prompts": 8, "group_size": 8}, kl=kl, steps=20)
         runs[sparse] = [step(made, number) for number in range(1, 21)]
     late = {sparse: [m["kl/steered"] for m in run[10:]] for sparse, run in runs.items()}

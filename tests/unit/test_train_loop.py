@@ -113,19 +113,20 @@ def test_at_beta_zero_kl_is_measured_and_alarmed_on(trainer: Any) -> None:
     assert "drifting" in alarms
 
 
-@pytest.mark.parametrize(("given", "far"), [(0.01, True), (None, False)])
+@pytest.mark.parametrize(("given", "far"), [(0.01, True), ("near", False), (None, False)])
 def test_a_first_price_far_from_the_computed_one_is_charged_once_and_said(
-    trainer: Any, caplog: pytest.LogCaptureFixture, tmp_path: Any, given: float | None, far: bool
+    trainer: Any, caplog: pytest.LogCaptureFixture, tmp_path: Any, given: float | str | None, far: bool
 ) -> None:
     usual = trainer(steps=1)
     usual.run()
     [computed] = [row["kl/beta"] for row in read_jsonl(usual.folder.metrics)]
-    made = trainer(steps=2, run=str(tmp_path / "given"), kl={"beta": given})
+    beta = 0.7 * computed if given == "near" else given
+    made = trainer(steps=2, run=str(tmp_path / "given"), kl={"beta": beta})
     made.run()
     first, second = [row["kl/beta"] for row in read_jsonl(made.folder.metrics)]
-    assert first == (given or computed)
-    assert second == pytest.approx(computed, rel=0.2)
-    assert ("kl.beta 0.01 is far from" in caplog.text) == far
+    assert first == (beta or computed)
+    assert second == pytest.approx(0.7 * computed if given == "near" else computed, rel=0.2)
+    assert ("the first price 0.01 is far from" in caplog.text) == far
 
 
 def test_a_limit_works_without_a_target(trainer: Any) -> None:

@@ -223,12 +223,6 @@ def check_controller(name: str, controller: object) -> None:
         )
 
 
-def chosen_start(controller: Controller) -> bool:
-    """Whether a controller that could start from the first batch's spread was given a first price instead."""
-    usual = getattr(type(controller), "init_beta", 0.0)
-    return usual is None and getattr(controller, "init_beta", None) is not None
-
-
 def skip(state: S, kl: float, kind: type[State] = State) -> S | None:
     """The state to return when ``kl`` is NaN or infinite: unchanged but for the count. None when ``kl`` is a number.
 

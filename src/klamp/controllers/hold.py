@@ -22,7 +22,7 @@ from klamp.errors import require_number, unknown
 from klamp.masked import Unit
 
 PRESETS = {"conservative": 0.02, "moderate": 0.08, "aggressive": 0.15}  # nats per token, inside the usual bands
-# A first price that was computed from spread and length, relative to it.
+# The computed price, from spread and length; "given" is a first price where they are not known.
 DOUBT = 2.0  # rho falls to 1 / DOUBT of it at most: constants that hold their targets lie at 0.5 to 1.9 of it
 CEILING = 10.0  # rho rises to CEILING times it at most: the reward is a tenth of the gradient then, and Adam normalises
 TRUST = 4.0  # odds by which an error is put down to the rate rather than to it; to a price that was given, 1 / TRUST
@@ -36,8 +36,8 @@ DRIFT, NOISE = 0.1, 0.07  # relative change of rho* in a step; relative error of
 FASTEST = 0.3  # the largest bandwidth: a faster observer follows the swings that momentum makes, and amplifies them
 SURPRISE = 0.3  # the most by which one reading raises x, relative to its forecast: it doubles the price at most
 # What is charged beside rho*: a power of x.
-RETURN = 2.0  # steps in which a computed price brings x back from above 1, as far as that takes a factor of
-PUSH = 2**0.5  # at most this: KL would settle at half its target then
+RETURN = 2.0  # time constant, in steps, with which a computed price is to bring x back from above 1
+PUSH = 2**0.5  # the factor by which it is raised for that at most: KL would settle at half its target
 PATIENCE = 24.0  # steps to the target beyond which a price that was given is pushed
 BOLDEST = 6.0  # the highest power; and a price that was given goes down to rho* / BOLDEST at most
 
@@ -49,7 +49,7 @@ class HoldState(State):
     log_rho: float = 0.0
     """``log rho*``: the price in units of the spread under which x settles at 1."""
     lowest: float = 0.0
-    """The lowest rho that is charged: half the first one where that was computed, 0 where it was given."""
+    """The lowest rho that is charged: half the computed one; 0 where none could be computed."""
     x: float = 0.0
     """``sqrt(KL / target)``, freed of noise."""
     pace: float = 0.0
@@ -79,7 +79,7 @@ class HoldState(State):
 
     @property
     def computed(self) -> bool:
-        """Whether the first price was computed from spread and length, and not given."""
+        """Whether spread and length were known, so that a first price could be computed."""
         return self.lowest > 0
 
 
@@ -104,14 +104,14 @@ class Hold:
         return cls(target=PRESETS[name], per="token")
 
     def init(self, *, spread: float | None = None, length: float | None = None) -> HoldState:
-        """``beta = spread / sqrt(2 target per sequence)`` where ``spread`` is known, otherwise ``init_beta``.
+        """``beta = init_beta`` where it is set, otherwise ``spread / sqrt(2 target per sequence)``: the computed price.
 
         To second order in ``1 / beta`` the best policy under that price has the target KL. At a spread of 0, a first
         batch without signal, it is that of 1. ``length``, mean tokens, is needed unless the target is per sequence.
-        An ``init_beta`` is charged in the first step, and counts from then on if it is within a factor of two of that.
+        After the first step an ``init_beta`` counts only if it is within a factor of two of the computed price.
         """
         given = base.first_price("Hold", self.init_beta, self.bounds)
-        if spread is None:
+        if spread is None or (spread == 0 and self.init_beta is not None):
             return HoldState(beta=given, log_rho=math.log(given))
         require_number("spread", spread, at_least=0, way_out="It is the RMS of the advantages in a group.")
         rho = 1 / math.sqrt(2 * base.nats(self.target) * base.tokens("Hold", self.per, length))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from klamp.controllers import Controller, Fixed
-from klamp.controllers.base import check_controller, chosen_start
+from klamp.controllers.base import check_controller
 from klamp.errors import ConfigError, require_number, shown, unknown
 from klamp.references import AdapterPath, Base, CheckpointStep, ReferenceSpec, StepLag, parse
 from klamp.train.config import (
@@ -208,13 +208,11 @@ class Arguments:
         """k1 in the advantage at the price of the controller, whose target the clamp and the monitor know too."""
         controller = self.priced
         target = getattr(controller, "target", None)
-        # What steers to a target may start from the first batch's spread, unless somebody chose another start.
-        told = target is not None and not chosen_start(controller)
         return KLConfig(
             target=target,
             per=getattr(controller, "per", None) or "token",
-            controller="hold" if told else "fixed",
-            beta=None if told else controller.init().beta,
+            controller="fixed" if target is None else "hold",
+            beta=controller.init().beta if target is None else None,
             estimator="k1",
             placement="in_advantage",
             source=self.kl_penalty_source,

@@ -51,7 +51,8 @@ class KLConfig:
     controller: ControllerName = "hold"
     """What steers beta: hold, ziegler, exponential, doubling or fixed."""
     beta: float | None = None
-    """The price: constant with `fixed`, the first one otherwise. None: Hold starts from the first batch's spread."""
+    """The price: constant with `fixed`, the first one otherwise. None: Hold computes it from the first batch. With
+    hold, a price more than twice or less than half of that is charged in the first step only, and said."""
     horizon: float = 10_000
     """Ziegler's horizon, in sequences."""
     gain: float = 0.1

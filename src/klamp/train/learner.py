@@ -199,14 +199,14 @@ class Learner:
         sums = self.reduce(torch.stack([mask.sum().double(), mask.any(1).sum().double()]))
         length = float(sums[0] / sums[1].clamp(min=1))
         control = self.control.init(spread=prepared.spread, length=length, floor=floor)
-        if self.config.kl.beta is not None and isinstance(price := control.state.price, HoldState):
+        price, given = control.state.price, getattr(control.controller, "init_beta", None)
+        if given is not None and isinstance(price, HoldState) and price.computed:
             usual = DOUBT * price.lowest * price.spread
-            if not 1 / DOUBT <= price.beta / usual <= DOUBT:
+            if not 1 / DOUBT <= given / usual <= DOUBT:
                 logger.warning(
-                    "kl.beta %.3g is far from %.3g, the price that the rewards' spread and the length give. It is "
-                    "charged in the first step, and Hold goes on from that price. Leave kl.beta out, or use "
-                    "kl.controller=fixed.",
-                    *(price.beta, usual),
+                    "the first price %.3g is far from %.3g, which the rewards' spread and the length give. From the "
+                    "second step on Hold starts from the computed price.",
+                    *(given, usual),
                 )
         return control
 
