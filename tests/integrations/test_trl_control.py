@@ -73,6 +73,15 @@ def test_the_first_price_comes_from_the_first_batch(trainer: Make) -> None:
     assert logged(t, "klamp/beta")[1] == pytest.approx(expected, rel=2e-3)
 
 
+def test_a_first_price_far_from_the_computed_one_is_left_at_the_first_update(trainer: Make) -> None:
+    far = Hold(target=0.05, per="token", init_beta=0.01)
+    t, control = controlled(trainer(max_steps=4, learning_rate=0.1), far, clamp=False)
+    computed = HOLD.init(spread=math.sqrt(3 / 4), length=logged(t, "completions/mean_length")[0]).beta
+    assert logged(t, "klamp/beta")[:2] == [0.01, 0.01], "the first KL is that of the reference, and steers nothing"
+    assert logged(t, "klamp/beta")[2] > 0.4 * computed
+    assert control.state.computed
+
+
 def test_the_first_step_where_policy_and_reference_are_one_is_no_observation(trainer: Make) -> None:
     t, control = controlled(trainer(max_steps=4), clamp=False)
     assert logged(t, "klamp/kl")[0] <= MOVED * 0.05
