@@ -26,7 +26,7 @@ HELD_OUT_3 = ("length", "distinct words", "positive", "turning", "by prompt")
 HELD_OUT_4 = ("alliteration", "no e", "eight words", "late sentiment")
 """Added when this law was settled, and run once."""
 HELD_OUT_5 = ("capitals", "delayed", "heavy tails", "grade")
-"""Added when RETURN was settled; PUSH was chosen afterwards, on simulated plants."""
+"""Not looked at when RETURN was chosen. PUSH answers the swings of capitals on SmolLM2; simulated plants chose it."""
 HALVES = {
     "development": DEVELOPMENT,
     "held-out": HELD_OUT,
