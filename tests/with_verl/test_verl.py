@@ -144,7 +144,7 @@ def test_the_first_price_is_that_of_the_first_batch_and_is_charged_on_it(tmp_pat
     assert torch.equal(data.batch["token_level_rewards"], want)
 
 
-def test_a_first_price_that_was_given_stays() -> None:
+def test_a_first_price_that_was_given_is_charged_first() -> None:
     made = core_algos.get_kl_controller(namespace(kl_coef=0.3))
     made.observe(rollout(Actor(), 1))
     assert made.value == 0.3

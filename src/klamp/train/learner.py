@@ -16,7 +16,7 @@ from klamp import estimators as e
 from klamp import trust
 from klamp.clamp_scalers import lora_scaler, snapshot, weights_scaler
 from klamp.control import Control
-from klamp.controllers.hold import DOUBT, HoldState
+from klamp.controllers.hold import HoldState
 from klamp.distributed import settle
 from klamp.masked import sum_count
 from klamp.models.optimizer import optimizer_of, rate_of
@@ -201,12 +201,12 @@ class Learner:
         control = self.control.init(spread=prepared.spread, length=length, floor=floor)
         price, given = control.state.price, getattr(control.controller, "init_beta", None)
         if given is not None and isinstance(price, HoldState) and price.computed:
-            usual = DOUBT * price.lowest * price.spread
-            if not 1 / DOUBT <= given / usual <= DOUBT:
+            kept = math.exp(price.log_rho) * price.spread  # what Hold goes on from
+            if not math.isclose(given, kept, rel_tol=1e-6):
                 logger.warning(
                     "the first price %.3g is far from %.3g, which the rewards' spread and the length give. From the "
                     "second step on Hold starts from the computed price.",
-                    *(given, usual),
+                    *(given, kept),
                 )
         return control
 
