@@ -395,7 +395,7 @@ def test_a_silence_says_nothing_about_the_price_however_long_it_is(silence: int)
     known = state.log_rho
     for _ in range(silence):
         state = hold.update(state, 3.0, spread=0.0)
-    assert state.log_rho == pytest.approx(known, abs=0.05)
+    assert state.log_rho == known
     for _ in range(20):
         state = hold.update(state, 3.0, spread=1.0)
     assert RHO / 2 <= state.beta / state.spread * (1 + 1e-9) <= 2 * RHO
@@ -406,7 +406,8 @@ def test_the_first_signal_after_a_silent_start_counts_in_full() -> None:
     state = hold.init(spread=0.0)
     for _ in range(30):
         state = hold.update(state, 0.0, spread=0.0)
-    assert hold.update(state, 0.0, spread=0.9).beta == pytest.approx(0.9 * RHO, rel=0.1)
+    # The reading that comes with it says that KL is low, and lowers the price by 0.3 %.
+    assert hold.update(state, 0.0, spread=0.9).beta == pytest.approx(0.9 * RHO, rel=0.005)
 
 
 def test_a_told_price_ends_at_ten_times_the_first_where_no_price_holds_kl() -> None:
@@ -482,7 +483,8 @@ def test_a_new_target_keeps_what_is_known_of_the_plant(new: float) -> None:
         betas.append(state.beta)
         state = other.update(state, 0.05 * step(state.beta), spread=1.0)
     assert ideal / 2 <= min(betas)
-    assert 0.05 * step(state.beta) == pytest.approx(new, rel=0.2)
+    # 150 steps are few for a plant whose own time is 33: KL is still 7 % below a target four times as high.
+    assert 0.05 * step(state.beta) == pytest.approx(new, rel=0.1)
 
 
 @pytest.mark.parametrize("bounds", [(0.0, math.inf), (0.0, 1e3), (1e-300, 1e300)])
