@@ -27,6 +27,8 @@ HELD_OUT_4 = ("alliteration", "no e", "eight words", "late sentiment")
 """Added when this law was settled, and run once."""
 HELD_OUT_5 = ("capitals", "delayed", "heavy tails", "grade")
 """Not looked at when RETURN was chosen. PUSH answers the swings of capitals on SmolLM2; simulated plants chose it."""
+HELD_OUT_6 = ("first letter", "echo", "intermittent", "both")
+"""Written when the law was settled with PUSH, and run once."""
 HALVES = {
     "development": DEVELOPMENT,
     "held-out": HELD_OUT,
@@ -34,6 +36,7 @@ HALVES = {
     "held-out-3": HELD_OUT_3,
     "held-out-4": HELD_OUT_4,
     "held-out-5": HELD_OUT_5,
+    "held-out-6": HELD_OUT_6,
 }
 SPARSE = {"word 2 %": 0.02, "word 0.3 %": 0.003}
 AVOIDED = {"avoid": 0.05}
@@ -66,6 +69,10 @@ WHAT = {
     "delayed": "0 for 20 steps, then letters",
     "heavy tails": "vowels and noise of Student's t with two degrees of freedom: a few numbers are far off",
     "grade": "letters in whole numbers from 3 to 6, as a judge with few grades: most groups hold ties",
+    "first letter": "1 where the first word begins with a vowel: one token decides",
+    "echo": "share of words that are in the prompt, too",
+    "intermittent": "letters in every third batch, 0 in the others",
+    "both": "1 where VADER's score is above 0 and no word has more than seven letters: two conditions at once",
 }
 
 
@@ -146,26 +153,29 @@ def grade(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     return [float(min(max(round(mean), 3), 6)) for mean in letters(prompts, completions)]
 
 
-class Delayed:
-    """Nothing for 20 batches, then :func:`letters`."""
+def first_letter(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return [float(re.sub(r"[^a-z]", "", text.lower())[:1] in tuple("aeiou")) for text in completions]
 
-    def __init__(self) -> None:
-        self.batches = 0
+
+def echo(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    pairs = [[re.findall(r"[a-z]+", text.lower()) for text in pair] for pair in zip(prompts, completions, strict=True)]
+    return [sum(w in asked for w in told) / max(len(told), 1) for asked, told in pairs]
+
+
+def both(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    longest = [max(map(len, re.findall(r"[a-z]+", text.lower())), default=0) for text in completions]
+    return [float(s > 0 and n <= 7) for s, n in zip(sentiment(prompts, completions), longest, strict=True)]
+
+
+class Changing:
+    """A reward that changes in the run: ``which`` says what it is in a batch, counted from 1."""
+
+    def __init__(self, which: Callable[[int], Reward]) -> None:
+        self.which, self.batches = which, 0
 
     def __call__(self, prompts: list[str], completions: list[str], **_: Any) -> list[float]:
         self.batches += 1
-        return [value if self.batches > 20 else 0.0 for value in letters(prompts, completions)]
-
-
-class Turning:
-    """Vowels for 30 batches, then their absence: :func:`consonants`."""
-
-    def __init__(self) -> None:
-        self.batches = 0
-
-    def __call__(self, prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-        self.batches += 1
-        return [v if self.batches <= 30 else -v for v in vowels(prompts, completions)]
+        return self.which(self.batches)(prompts, completions)
 
 
 def never(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
@@ -216,16 +226,20 @@ def reward(name: str, words: dict[str, str], seed: int) -> Reward:
         "length": length,
         "distinct words": distinct,
         "positive": positive,
-        "turning": Turning(),
+        "turning": Changing(lambda batch: vowels if batch <= 30 else consonants),
         "by prompt": by_prompt,
         "alliteration": alliteration,
         "no e": without_e,
         "eight words": eight_words,
         "late sentiment": late_sentiment,
         "capitals": capitals,
-        "delayed": Delayed(),
+        "delayed": Changing(lambda batch: letters if batch > 20 else never),
         "heavy tails": HeavyTails(seed),
         "grade": grade,
+        "first letter": first_letter,
+        "echo": echo,
+        "intermittent": Changing(lambda batch: letters if batch % 3 == 1 else never),
+        "both": both,
     }
     return Noise(seed) if name == "noise" else plain[name]
 
@@ -233,7 +247,7 @@ def reward(name: str, words: dict[str, str], seed: int) -> Reward:
 def settled(name: str, words: dict[str, str]) -> Reward:
     """What the reward called ``name`` is in the last third of a run, free of noise of its own."""
     plain: dict[str, Reward] = {"noisy sentiment": sentiment, "turning": consonants}
-    plain |= {"delayed": letters, "heavy tails": vowels}
+    plain |= {"delayed": letters, "intermittent": letters, "heavy tails": vowels}
     return plain.get(name) or reward(name, words, 0)
 
 
