@@ -200,6 +200,15 @@ def _after(x: Tensor) -> Tensor:
     return torch.cat([to_go[..., 1:], torch.zeros_like(to_go[..., :1])], -1)
 
 
+def future_by_position(kl: Tensor, mask: Tensor) -> Tensor:
+    """[2, T]: the KL still to come after each position, summed over the sequences that go on there, and their number.
+
+    Their quotient over one step is a ``baseline`` of :func:`sequence_exact` for the next one, whatever its parts are.
+    """
+    cost = select(kl.detach().double(), mask)
+    return torch.stack([select(_after(cost), mask).sum(0), mask.sum(0).double()])
+
+
 def _expected_future(baseline: Tensor | str, cost: Tensor, keep: Tensor) -> Tensor:
     """The given baseline, or the mean KL to come of the other sequences still going at the same position."""
     if isinstance(baseline, Tensor):

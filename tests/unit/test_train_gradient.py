@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -125,14 +125,19 @@ def task_advantages(learner: Any, rows: list[Any], rewards: list[float], in_rewa
     return [[(a - mean) / std for a in row] for row in advantages]
 
 
-def price_of(estimator: str, placement: str, row: list[dict[str, Tensor]], mean_k1: float) -> Tensor:
-    """The term whose gradient the pair stands for (kl-theory: what autograd makes of each form), times beta."""
+def price_of(
+    estimator: str, placement: str, row: list[dict[str, Tensor]], mean_k1: float, known: Sequence[float] = ()
+) -> Tensor:
+    """The term whose gradient the pair stands for (kl-theory: what autograd makes of each form), times beta.
+
+    ``known`` is what is taken off the KL to come after each token.
+    """
     total = torch.zeros(())
     for t, x in enumerate(row):
         d = x["logp"] - x["ref"]
         weight = (x["logp"] - x["logp"].detach()).exp()
         if placement == "sequence_exact":
-            future = sum((number(u["kl"]) for u in row[t + 1 :]), 0.0)
+            future = sum((number(u["kl"]) for u in row[t + 1 :]), -known[t] if t < len(known) else 0.0)
             total = total + x["kl"] + future * x["logp"]
         elif placement == "in_advantage":
             total = total - (mean_k1 - number(d)) * x["logp"]
@@ -147,7 +152,9 @@ def price_of(estimator: str, placement: str, row: list[dict[str, Tensor]], mean_
     return BETA * total
 
 
-def expected(learner: Any, rollout: Rollout, scored: Any, estimator: str, placement: str) -> list[Tensor]:
+def expected(
+    learner: Any, rollout: Rollout, scored: Any, estimator: str, placement: str, known: Sequence[float] = ()
+) -> list[Tensor]:
     rows = token_table(learner, rollout)
     count = sum(map(len, rows))
     mean_k1 = sum(number(x["logp"] - x["ref"]) for row in rows for x in row) / count
@@ -155,7 +162,7 @@ def expected(learner: Any, rollout: Rollout, scored: Any, estimator: str, placem
     loss = torch.zeros(())
     for row, own in zip(rows, advantages, strict=True):
         loss = loss - sum(a * x["logp"] for a, x in zip(own, row, strict=True))
-        loss = loss + price_of(estimator, placement, row, mean_k1)
+        loss = loss + price_of(estimator, placement, row, mean_k1, known)
         if learner.policy.value is not None:
             loss = loss + 0.1 * sum((x["value"] - x["return"]) ** 2 / 2 for x in row)
     return list(torch.autograd.grad(loss / count, list(learner.policy.trainable().values()), allow_unused=True))
@@ -192,6 +199,35 @@ def test_micro_batches_change_nothing(setting: Any, estimator: str, placement: s
         assert distance(gradient(learner, rollout, scored), whole) < 1e-5  # the order of float32 sums
     finally:
         set_pair(learner, estimator, placement, micro_batch=0)
+
+
+@pytest.mark.parametrize("known", [(), (0.9, 0.4), (1.5, 1.2, 0.8, 0.5, 0.3, 0.1, 0.05, 0.01)])
+@pytest.mark.parametrize("micro_batch", [0, 5])
+def test_the_future_kl_of_the_step_before_is_taken_off(
+    setting: Any, known: tuple[float, ...], micro_batch: int
+) -> None:
+    """Shorter and longer than the completions; where nothing is known nothing is taken off."""
+    learner, rollout, scored = setting
+    set_pair(learner, "exact", "sequence_exact", micro_batch=micro_batch)
+    learner.future_kl = torch.tensor(known, dtype=torch.float64)
+    try:
+        ours = gradient(learner, rollout, scored, future_kl=learner._expected_future(rollout))
+    finally:
+        learner.future_kl = torch.zeros(0)
+        set_pair(learner, "exact", "sequence_exact", micro_batch=0)
+    assert distance(ours, expected(learner, rollout, scored, "exact", "sequence_exact", known)) < 2e-4
+
+
+def test_a_step_keeps_the_kl_to_come_after_each_position(setting: Any) -> None:
+    learner, rollout, _ = setting
+    rows = token_table(learner, rollout)
+    seen = learner.look(rollout, learner.reference_states(rollout))
+    learner._keep_future(seen.kl, rollout.mask)
+    found, learner.future_kl = learner.future_kl, torch.zeros(0)
+    for t in range(max(map(len, rows))):
+        to_come = [sum(number(x["kl"]) for x in row[t + 1 :]) for row in rows if t < len(row)]
+        assert number(found[t]) == pytest.approx(statistics.fmean(to_come), rel=1e-5, abs=1e-6)  # float32 KL
+    assert not found[max(map(len, rows)) :].any()
 
 
 @pytest.mark.parametrize(("estimator", "placement"), [PAIRS[0], PAIRS[1], PAIRS[2], PAIRS[-1]])

@@ -70,6 +70,8 @@ class Prepared:
     """[N, C] log-probs that ``in_advantage`` takes k1 of; None: the policy's as they are met in the update."""
     sampler_logp: Tensor | None = None
     """[N, C] log-probs under the sampler, where the update corrects for it; NaN where they are not known."""
+    future_kl: Tensor | None = None
+    """[N, C] the KL to come after a token as the step before had it: the baseline of ``sequence_exact``."""
 
 
 class Measured(Protocol):

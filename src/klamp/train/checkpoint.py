@@ -24,7 +24,7 @@ from torch import Tensor
 
 from klamp import models
 from klamp.distributed import digest, gathered, put, whole
-from klamp.errors import CheckpointError, ConfigError, KlampError, ReferencePolicyError, shown, writing
+from klamp.errors import CheckpointError, ConfigError, KlampError, ReferencePolicyError, require_number, shown, writing
 from klamp.models.optimizer import moments, restore_moments
 from klamp.references import CheckpointStep, StepLag, parse
 from klamp.references.spec import folder_of, saved_steps
@@ -139,6 +139,7 @@ def _write(
         "format": FORMAT,
         "step": step,
         "skipped": learner.skipped,
+        "future_kl": learner.future_kl.tolist(),
         "steering": learner.control.to_dict(),
         "reference": contents.identity,
         "random": randoms,
@@ -195,6 +196,9 @@ def _load(saved: Saved, learner: Learner, control: bool, price: bool) -> int:
     _load_weights(folder, learner)
     restore_moments(learner.policy, learner.optimizer, load_file(folder / "optimizer.safetensors"))
     learner.skipped = int(state["skipped"])
+    way_out = "Remove the checkpoint to go on from the one before."
+    future = [require_number("future_kl", x, way_out=way_out) for x in state.get("future_kl", ())]  # earlier: none
+    learner.future_kl = torch.tensor(future, dtype=torch.float64)
     if control:
         steering = state["steering"]
         learner.control = learner.control.from_dict(steering if price else {**steering, "controller": None})

@@ -22,6 +22,7 @@ from klamp.masked import sum_count
 from klamp.models.optimizer import optimizer_of, rate_of
 from klamp.models.policy import Policy, ReferenceStates
 from klamp.monitor import Alarm, logger
+from klamp.placements import future_by_position
 from klamp.references import Periodic, parse
 from klamp.references.cache import ReferenceCache
 from klamp.references.states import AdapterOff, Reference, make_reference
@@ -91,6 +92,8 @@ class Learner:
         self.skipped = 0
         """Updates left out over the whole run: nothing counted, or the gradient was not finite."""
         self.grad_norm = 0.0
+        self.future_kl = torch.zeros(0, dtype=torch.float64)
+        """The KL still to come after each position, the mean over the last step's sequences."""
         self.largest_gap = torch.zeros(())
         """The largest difference between sampler and policy on this process's tokens of the step."""
 
@@ -112,6 +115,7 @@ class Learner:
         elif stale and look is not None:
             known = torch.isfinite(rollout.sampler_logp)
             prepared = replace(prepared, old_logp=torch.where(known, rollout.sampler_logp, look.logp))
+        prepared = replace(prepared, future_kl=self._expected_future(rollout))
         origin = self._origin()
         updated = optimise(self, step, rollout, prepared, anchors, beta=control.beta, added=added)
         self.applied += updated.applied
@@ -119,6 +123,7 @@ class Learner:
         self.grad_norm = self.grad_norm if updated.grad_norm is None else updated.grad_norm
         seen = updated.met if look is None else look
         self._add_kl(rollout, prepared, seen, added)
+        self._keep_future(seen.kl, prepared.counted)
         sums = added.totals()
         kl = sums.mean("kl") if sums.count("kl") else math.nan  # nothing counted is not a KL of 0
         rewards = reward_metrics(rollout, scored, self.reduce)
@@ -131,6 +136,7 @@ class Learner:
         self.settle()
         elsewhere = self.reference.after_step(step)  # the next batch's KL will be to another reference
         self.control = after.new_reference(restarts=self.restarts) if elsewhere else after
+        self.future_kl = self.future_kl[:0] if elsewhere and self.restarts else self.future_kl
         metrics = {**self._kl_metrics(sums, kl, control), **clamp_metrics(after, measurement.share)}
         metrics |= {name: sums.mean(name) for name in sums.names() if name.startswith(("loss/", "policy/", "rollout/"))}
         metrics |= {**rewards, "policy/spread": prepared.spread}
@@ -306,6 +312,19 @@ class Learner:
         added.add("sequences", torch.zeros(()), torch.tensor(len(rollout)))
         for name, moment in moments(seen.kl, counted, rollout.group_size, self.config.kl.unit).items():
             added.add(name, moment, torch.ones(()))
+
+    def _expected_future(self, rollout: Rollout) -> Tensor:
+        """[N, C] of the last step's KL to come. It knows nothing of this step's tokens, so it only lowers the noise."""
+        count, width = rollout.mask.shape
+        known = self.future_kl[:width]
+        return torch.nn.functional.pad(known, (0, width - len(known))).float().to(self.device).expand(count, width)
+
+    def _keep_future(self, kl: Tensor, counted: Tensor) -> None:
+        width = int(self.largest(torch.tensor(float(kl.shape[1]))))
+        own = torch.nn.functional.pad(future_by_position(kl, counted), (0, width - kl.shape[1]))
+        total, number = self.reduce(own).cpu()
+        if number.any() and total.isfinite().all():
+            self.future_kl = total / number.clamp(min=1)
 
     # -- plumbing ---------------------------------------------------------------------------------------------------
 

@@ -267,6 +267,7 @@ def price_of(
             logp=stats.logp,
             old_logp=sampler if corrected is None else _drawn_at(piece, prepared, stats),
             max_weight=kl.max_weight,
+            baseline=None if prepared.future_kl is None else piece.of(prepared.future_kl),
             objective="ratio" if corrected is None else "score",
         )
         return Priced(advantages, both.advantage, select(both.local, payers).sum())
