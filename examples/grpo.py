@@ -24,6 +24,7 @@ from torch import Tensor
 import klamp
 from klamp import models
 from klamp.objectives import group_advantages, policy_loss
+from klamp.placements import future_by_position
 from klamp.train.rewards import vader
 
 Reward = Callable[[list[str], list[str]], Sequence[float]]
@@ -91,12 +92,18 @@ def reference_logits(model: Any, batch: Batch) -> Tensor:
         return logits(model, batch)
 
 
-def loss_and_kl(model: Any, batch: Batch, reference: Tensor, beta: float, group: int) -> tuple[Tensor, Tensor]:
-    """GRPO's loss plus beta times the gradient of the sequences' KL, per counted token; and the KL of each token."""
+def loss_and_kl(
+    model: Any, batch: Batch, reference: Tensor, beta: float, group: int, future: Tensor
+) -> tuple[Tensor, Tensor]:
+    """GRPO's loss plus beta times the gradient of the sequences' KL, per counted token; and the KL of each token.
+
+    ``future`` is the KL to come after each position as the step before had it: less that, the price has half the noise.
+    """
     policy = logits(model, batch)
     logp = policy.log_softmax(-1).gather(-1, batch.tokens.unsqueeze(-1)).squeeze(-1)
     kl = klamp.exact(policy, reference)
-    price = klamp.sequence_exact(kl, beta, batch.mask)
+    expected = torch.nn.functional.pad(future, (0, kl.shape[1]))[: kl.shape[1]].expand_as(kl)
+    price = klamp.sequence_exact(kl, beta, batch.mask, baseline=expected)
     advantages = group_advantages(batch.rewards, group)[:, None].expand_as(logp)
     task = policy_loss(logp, logp.detach(), advantages, unclipped=price.advantage)
     return klamp.mean(task + price.local, batch.mask), kl.detach()
@@ -134,6 +141,7 @@ def run(settings: Settings, watch: Callable[[int, Any, Batch, dict[str, float]],
     optimiser = torch.optim.AdamW(trained, lr=settings.lr, weight_decay=0.0)
     undo = klamp.lora_scaler(model)
     control = klamp.Control(klamp.Hold(target=settings.target, per="token"), clamp=True)
+    future = torch.zeros(0)
     for step in range(1, settings.steps + 1):
         count = settings.prompts_per_step
         texts = [settings.prompts[i % len(settings.prompts)] for i in range((step - 1) * count, step * count)]
@@ -142,7 +150,9 @@ def run(settings: Settings, watch: Callable[[int, Any, Batch, dict[str, float]],
         if not control.started:
             control = control.init(spread=spread, length=batch.mask.sum(-1).float().mean().item())
         reference = reference_logits(model, batch)
-        loss, token_kl = loss_and_kl(model, batch, reference, control.beta, settings.group)
+        loss, token_kl = loss_and_kl(model, batch, reference, control.beta, settings.group, future)
+        to_come, number = future_by_position(token_kl, batch.mask)
+        future = to_come / number.clamp(min=1)
         kl = klamp.mean(token_kl, batch.mask, per="token").item()
         figures = {"loss": loss.item(), "kl": kl, "beta": control.beta, "reward": batch.rewards.mean().item()}
         noise = noise_of(token_kl, batch.mask, settings.group)
