@@ -152,7 +152,7 @@ def run(settings: Settings, watch: Callable[[int, Any, Batch, dict[str, float]],
         reference = reference_logits(model, batch)
         loss, token_kl = loss_and_kl(model, batch, reference, control.beta, settings.group, future)
         to_come, number = future_by_position(token_kl, batch.mask)
-        future = to_come / number.clamp(min=1)
+        future = (to_come / number.clamp(min=1)).float()
         kl = klamp.mean(token_kl, batch.mask, per="token").item()
         figures = {"loss": loss.item(), "kl": kl, "beta": control.beta, "reward": batch.rewards.mean().item()}
         noise = noise_of(token_kl, batch.mask, settings.group)

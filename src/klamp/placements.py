@@ -143,7 +143,8 @@ def sequence_exact(
         old_logp: the same under μ. None: the samples are the policy's own and all weights are 1.
         max_weight: largest product of ratios. None: no limit, unbiased, with the variance of such products.
         baseline: [B, T], an estimate of the KL after t made without this sequence's tokens from t on. It lowers the
-            variance and leaves the mean alone. ``"position"``: the mean of the other sequences.
+            variance and leaves the mean alone, but where ``max_weight`` truncates. ``"position"``: the mean of the
+            other sequences.
         objective: the loss that the advantage goes into. ``"ratio"``: ``-w_t A_t``, which multiplies by ``w_t`` once
             more, so the future enters as ``w_{<u} / w_t``. ``"score"``: ``-A_t logp_t``, where it enters as ``w_{<u}``.
 
@@ -156,12 +157,13 @@ def sequence_exact(
     if objective not in ("ratio", "score"):
         raise unknown("objective", objective, ("ratio", "score"))
     log_w = _log_ratio(logp, old_logp, kl, keep)
-    before = _prefix(log_w, max_weight)
+    before = _product(torch.cat([torch.zeros_like(log_w[..., :1]), log_w[..., :-1]], -1), max_weight)
     cost = select(kl.detach(), keep)
     future = _after(before * cost)
     if baseline is not None:
-        # E[w_t s_t | prefix] = 0, so with the weight w_{<t} w_t anything known before t may be taken off.
-        future = future - before * log_w.exp() * _expected_future(baseline, cost, keep)
+        # E[w_t s_t | prefix] = 0, so with the weight w_{<t} w_t anything known before t may be taken off. It is
+        # truncated like the weight of the next token's KL: otherwise one large ratio would outweigh all the rest.
+        future = future - _product(log_w, max_weight) * _expected_future(baseline, cost, keep)
     if objective == "ratio":
         future = future * (-log_w).exp()
     price = _price(beta)
@@ -184,10 +186,9 @@ def _log_ratio(logp: Tensor | None, old_logp: Tensor | None, kl: Tensor, keep: T
     return (select(new, keep) - select(old, keep)).clamp(-FARTHEST, FARTHEST)
 
 
-def _prefix(log_w: Tensor, max_weight: float | None) -> Tensor:
-    """``w_{<t}``: the product of the ratios before t, at most ``max_weight``."""
-    before = torch.cat([torch.zeros_like(log_w[..., :1]), log_w[..., :-1]], -1)
-    product = before.cumsum(-1).clamp(max=FARTHEST).exp()
+def _product(log_w: Tensor, max_weight: float | None) -> Tensor:
+    """The product of the ratios up to each token, at most ``max_weight``."""
+    product = log_w.cumsum(-1).clamp(max=FARTHEST).exp()
     if max_weight is None:
         return product
     way_out = "It truncates the product of ratios; None keeps it exact."

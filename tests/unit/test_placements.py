@@ -162,6 +162,19 @@ def test_weights_skip_the_tools_token_and_exclude_the_present_one() -> None:
     assert torch.allclose(less.advantage - parts.advantage, 2 * w * known.nan_to_num(0.0), rtol=1e-12)
 
 
+@pytest.mark.parametrize("objective", ["ratio", "score"])
+def test_a_large_ratio_does_not_enlarge_the_baseline(objective: str) -> None:
+    """What multiplies a score is the weighted KL to come less the weighted baseline, and no weight is above 2."""
+    log_w = torch.tensor([[0.1, 8.0, -0.2, 0.3]], dtype=torch.float64)
+    known = torch.tensor([[0.6, 0.4, 0.2, 0.0]], dtype=torch.float64)
+    options = {"logp": log_w, "old_logp": torch.zeros_like(log_w), "objective": objective}
+    parts = klamp.sequence_exact(torch.full_like(log_w, 0.2), 1.0, baseline=known, **options)
+    on_score = parts.advantage * (log_w.exp() if objective == "ratio" else 1.0)
+    through = log_w.cumsum(-1).exp().clamp(max=2.0)[0]
+    to_come = torch.stack([0.2 * through[t:-1].sum() for t in range(4)])
+    assert torch.allclose(on_score[0], -(to_come - through * known[0]), rtol=1e-12)
+
+
 @pytest.mark.parametrize("count", [2, 3])
 def test_the_position_baseline_is_unbiased_over_all_batches(count: int) -> None:
     """E over every batch of ``count`` sequences of [B, T] tokens, the batch's own mean as baseline for the others."""

@@ -218,6 +218,16 @@ def test_the_future_kl_of_the_step_before_is_taken_off(
     assert distance(ours, expected(learner, rollout, scored, "exact", "sequence_exact", known)) < 2e-4
 
 
+def test_weighted_sequences_have_no_baseline(setting: Any) -> None:
+    """A weight such as 1 / length depends on the tokens, and a score times it and the baseline has a mean."""
+    learner, rollout, scored = setting
+    set_pair(learner, "exact", "sequence_exact")
+    weights = 1 / rollout.mask.sum(1)
+    plain = gradient(learner, rollout, scored, weights=weights)
+    known = gradient(learner, rollout, scored, weights=weights, future_kl=torch.ones(rollout.mask.shape))
+    assert all(a is b or torch.equal(a, b) for a, b in zip(plain, known, strict=True))
+
+
 def test_a_step_keeps_the_kl_to_come_after_each_position(setting: Any) -> None:
     learner, rollout, _ = setting
     rows = token_table(learner, rollout)

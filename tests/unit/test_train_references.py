@@ -19,6 +19,7 @@ from torch import Tensor
 from klamp.models import load_model
 from klamp.references.spec import saved_steps
 from klamp.references.states import REFERENCE, SecondModel
+from klamp.train import checkpoint
 from klamp.train.loop import Trainer
 
 LORA = ["base", "step:0", "model", "adapter", "lag:2", "ema:0.7", "periodic:2"]
@@ -117,8 +118,6 @@ class History:
 
 def steps_of(made: Trainer) -> Iterator[tuple[int, Any, Any]]:
     """The loop's own steps, by hand: (step, rollout, outcome)."""
-    from klamp.train import checkpoint
-
     for step in range(1, made.config.steps + 1):
         rollout = made.sample(step)
         scored = made.scorer(rollout.prompts, rollout.completions, rollout.columns)
@@ -243,6 +242,28 @@ def test_resuming_with_a_saved_step_as_anchor(trainer: Any, full: bool) -> None:
     assert rows[4]["kl/ref/exact"] < 1e-6, "step 5 begins at step 4, which is its reference"
     assert last["kl/ref/exact"] > 1e-6
     assert 4 in saved_steps(made.folder.path), "retention keeps what the reference needs"
+
+
+@pytest.mark.parametrize(
+    ("reference", "known"),
+    [
+        ("base", [True, True, True, True]),
+        ("ema:0.7", [True, True, True, True]),  # it moves in every step, and little
+        ("periodic:2", [True, False, True, False]),
+        ("lag:1", [True, False, False, False]),
+    ],
+)
+def test_a_new_reference_makes_the_kl_to_come_unknown(trainer: Any, reference: str, known: list[bool]) -> None:
+    made = trainer(steps=4, save_every=1, kl={"reference": reference})
+    assert [len(made.learner.future_kl) > 0 for _ in steps_of(made)] == known
+
+
+def test_a_run_resumed_with_another_reference_does_not_know_the_kl_to_come(trainer: Any) -> None:
+    trainer(steps=2, save_every=2).run()
+    for kl, known in (({}, True), ({"reference": "step:2"}, False)):
+        made = trainer(steps=3, save_every=2, resume=True, kl=kl)
+        checkpoint.load(checkpoint.newest(made.folder.path), made.learner)
+        assert bool(made.learner.future_kl.any()) == known
 
 
 def test_a_second_model_can_wait_in_cpu_memory(trainer: Any, sibling: str, tmp_path: Path) -> None:

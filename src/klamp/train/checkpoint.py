@@ -207,7 +207,7 @@ def _load(saved: Saved, learner: Learner, control: bool, price: bool) -> int:
     now = learner.reference.identity()
     same = now["reference"] == state["reference"]["reference"]
     if not same:
-        learner.control = learner.control.new_reference()
+        learner.control, learner.future_kl = learner.control.new_reference(), learner.future_kl[:0]
     elif now != state["reference"] and state["reference"]["weights"] != digest({}):
         # The hash of nothing is what earlier versions wrote for a lag before its first step, which is the base.
         raise ReferencePolicyError(

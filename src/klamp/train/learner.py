@@ -23,7 +23,7 @@ from klamp.models.optimizer import optimizer_of, rate_of
 from klamp.models.policy import Policy, ReferenceStates
 from klamp.monitor import Alarm, logger
 from klamp.placements import future_by_position
-from klamp.references import Periodic, parse
+from klamp.references import Ema, Periodic, parse
 from klamp.references.cache import ReferenceCache
 from klamp.references.states import AdapterOff, Reference, make_reference
 from klamp.rounding_floor import measure_floor, reads_rounding, warn_near_floor
@@ -75,7 +75,6 @@ class Learner:
         self.control = control_of(config.kl)
         """Price, clamp and monitor after the last step; a step puts another one in its place, and changes none."""
         spec = parse(config.kl.reference)
-        self.restarts = isinstance(spec, Periodic)  # it becomes the policy, so KL begins at 0 again
         # Before the launcher wraps the model: an adapter of the reference's is sharded along with it.
         trust, on_cpu = config.trust_remote_code, config.kl.reference_on_cpu
         self.reference: Reference = make_reference(
@@ -135,8 +134,10 @@ class Learner:
             after = self.control.skip(kl, step=step, figures=self._watched(sums, rewards))
         self.settle()
         elsewhere = self.reference.after_step(step)  # the next batch's KL will be to another reference
-        self.control = after.new_reference(restarts=self.restarts) if elsewhere else after
-        self.future_kl = self.future_kl[:0] if elsewhere and self.restarts else self.future_kl
+        restarts = isinstance(self.reference.spec, Periodic)  # it becomes the policy, so KL begins at 0 again
+        self.control = after.new_reference(restarts=restarts) if elsewhere else after
+        if elsewhere and not isinstance(self.reference.spec, Ema):  # an average moves little in a step
+            self.future_kl = self.future_kl[:0]
         metrics = {**self._kl_metrics(sums, kl, control), **clamp_metrics(after, measurement.share)}
         metrics |= {name: sums.mean(name) for name in sums.names() if name.startswith(("loss/", "policy/", "rollout/"))}
         metrics |= {**rewards, "policy/spread": prepared.spread}
@@ -314,7 +315,7 @@ class Learner:
             added.add(name, moment, torch.ones(()))
 
     def _expected_future(self, rollout: Rollout) -> Tensor:
-        """[N, C] of the last step's KL to come. It knows nothing of this step's tokens, so it only lowers the noise."""
+        """[N, C] of the last step's KL to come. It knows nothing of this step's tokens, so the mean gradient stays."""
         count, width = rollout.mask.shape
         known = self.future_kl[:width]
         return torch.nn.functional.pad(known, (0, width - len(known))).float().to(self.device).expand(count, width)

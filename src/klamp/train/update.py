@@ -260,6 +260,8 @@ def price_of(
     if kl.placement == "sequence_exact":
         assert stats.kl is not None, "and its exact KL"
         sampler = None if prepared.old_logp is None else old
+        # A score times what is known before it has mean 0, unless the token itself decides what it counts for.
+        known = None if free or prepared.weights is not None else prepared.future_kl
         both = sequence_exact(
             stats.kl,
             beta,
@@ -267,7 +269,7 @@ def price_of(
             logp=stats.logp,
             old_logp=sampler if corrected is None else _drawn_at(piece, prepared, stats),
             max_weight=kl.max_weight,
-            baseline=None if prepared.future_kl is None else piece.of(prepared.future_kl),
+            baseline=None if known is None else piece.of(known),
             objective="ratio" if corrected is None else "score",
         )
         return Priced(advantages, both.advantage, select(both.local, payers).sum())
