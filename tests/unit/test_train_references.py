@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from klamp.models import load_model
+from klamp.references import parse
 from klamp.references.spec import saved_steps
-from klamp.references.states import REFERENCE, SecondModel
+from klamp.references.states import REFERENCE, SecondModel, make_reference
 from klamp.train import checkpoint
 from klamp.train.loop import Trainer
 
@@ -258,6 +259,16 @@ def test_a_new_reference_makes_the_kl_to_come_unknown(trainer: Any, reference: s
     assert [len(made.learner.future_kl) > 0 for _ in steps_of(made)] == known
 
 
+@pytest.mark.parametrize(("reference", "readings"), [("periodic:3", 0), ("ema:0.7", 2)])
+def test_hold_begins_anew_where_the_policy_became_its_reference(trainer: Any, reference: str, readings: int) -> None:
+    """Also where the reference was put in place after the learner was made, as LocalBackend does."""
+    made = trainer(steps=3, save_every=1)
+    policy, forward = made.learner.policy, made.learner._forward
+    made.learner.reference = make_reference(policy, forward, parse(reference), made.folder.path)
+    assert len(list(steps_of(made))) == 3
+    assert made.learner.control.state.price.steps == readings
+
+
 def test_a_run_resumed_with_another_reference_does_not_know_the_kl_to_come(trainer: Any) -> None:
     trainer(steps=2, save_every=2).run()
     for kl, known in (({}, True), ({"reference": "step:2"}, False)):
@@ -282,7 +293,7 @@ def test_a_second_model_can_wait_in_cpu_memory(trainer: Any, sibling: str, tmp_p
 
 
 def test_ema_keeps_every_digit_of_its_decay() -> None:
-    from klamp.references import Ema, parse
+    from klamp.references import Ema
 
     for decay in (0.99, 0.9999999, 1 - 2**-40):
         assert parse(str(Ema(decay))) == Ema(decay)
