@@ -122,13 +122,13 @@ class Learner:
         self.grad_norm = self.grad_norm if updated.grad_norm is None else updated.grad_norm
         seen = updated.met if look is None else look
         self._add_kl(rollout, prepared, seen, added)
-        self._keep_future(seen.kl, prepared.counted)
         sums = added.totals()
         kl = sums.mean("kl") if sums.count("kl") else math.nan  # nothing counted is not a KL of 0
         rewards = reward_metrics(rollout, scored, self.reduce)
         sequences = int(sums.count("sequences"))
         measurement = self._measurement(rollout, prepared, anchors, seen, sequences, backtracks=origin is not None)
         if updated.applied:
+            self._keep_future(seen.kl, prepared.counted)
             after = self._after_update(control, step, origin, kl, measurement, prepared, sums, rewards)
         else:  # controllers count on one move a measurement, and the first price waits for a batch that counts
             after = self.control.skip(kl, step=step, figures=self._watched(sums, rewards))
