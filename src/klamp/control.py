@@ -108,13 +108,22 @@ class Control:
         """The monitor with what it has seen so far: ``control.seen.in_band``, ``control.seen.mean()``."""
         return (self.monitor or Monitor()).at(self.state.monitor)
 
-    def init(self, *, spread: float | None = None, length: float | None = None, floor: float | None = None) -> Control:
+    def init(
+        self,
+        *,
+        spread: float | None = None,
+        length: float | None = None,
+        n: float | None = None,
+        floor: float | None = None,
+    ) -> Control:
         """The first price; what else is known stays known.
 
         Args:
             spread: RMS of the first batch's advantages within a prompt. Hold computes its first price from it, unless
                 it has an ``init_beta``; None (or a number that is none) starts at the controller's ``init_beta``.
             length: mean number of tokens in a completion; Hold needs it with ``spread`` for a target per token.
+            n: sequences behind an update. Without a clamp Hold starts higher where they are few: gradient noise makes
+                KL, too, and nothing else takes it back.
             floor: what rounding alone makes of KL, in the unit of the target: a bfloat16 model reads about 0.002 nats
                 per token beside itself. The controller sees the KL above it.
 
@@ -122,7 +131,8 @@ class Control:
             The control with a price.
         """
         known = spread is not None and 0 <= spread < math.inf and (length is None or length > 0)
-        price = begin(self.controller, **({"spread": spread, "length": length} if known else {}))
+        given = {"spread": spread, "length": length, "n": n if self.limit is None else None}
+        price = begin(self.controller, **(given if known else {}))
         return replace(self, state=replace(self.state, price=price, floor=self.state.floor if floor is None else floor))
 
     def before_update(

@@ -426,3 +426,10 @@ def test_refusals_name_the_way_out(make: Any, says: str) -> None:
 def test_public_names() -> None:
     assert klamp.Control is Control
     assert klamp.ControlState().to_dict()["controller"] is None
+
+
+@pytest.mark.parametrize("clamp", [None, True])
+def test_the_number_of_sequences_raises_the_first_price_only_without_a_clamp(clamp: bool | None) -> None:
+    control = klamp.Control(klamp.Hold(target=0.05, per="token"), clamp=clamp)
+    raised = control.init(spread=1.0, length=24, n=32).beta / control.init(spread=1.0, length=24).beta
+    assert raised == pytest.approx(1.0 if clamp else 2**0.5, rel=1e-12)

@@ -253,6 +253,20 @@ def test_starts_where_it_is_told() -> None:
     assert Hold(0.05, "token", init_beta=0.4).init().beta == 0.4
 
 
+@pytest.mark.parametrize("n, higher", [(32, 2**0.5), (128, 1.25**0.5), (None, 1.0), (1e9, 1.0)])
+def test_without_a_clamp_the_first_price_leaves_room_for_the_kl_of_gradient_noise(
+    n: float | None, higher: float
+) -> None:
+    """Noise falls as 1 / n: at 32 sequences the reward may make half of the target, at 128 four fifths."""
+    hold = Hold(6.0, "sequence")
+    plain, state = hold.init(spread=2.0), hold.init(spread=2.0, n=n)
+    assert state.beta == pytest.approx(higher * plain.beta, rel=1e-7)
+    assert state.lowest == plain.lowest  # it may come down as far
+    assert hold.update(state, 0.0, spread=2.0).beta == pytest.approx(state.beta, rel=1e-9)  # and stays what it is
+    given = Hold(6.0, "sequence", init_beta=0.01).init(spread=2.0, n=n)
+    assert math.exp(given.log_rho) == pytest.approx(math.exp(state.log_rho), rel=1e-9)
+
+
 def test_presets_and_refusals() -> None:
     targets = {name: Hold.preset(name).target for name in ("conservative", "moderate", "aggressive")}
     assert targets == {"conservative": 0.02, "moderate": 0.08, "aggressive": 0.15}

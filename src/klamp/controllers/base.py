@@ -141,12 +141,13 @@ FIRST_BETA = 0.1
 class Controller(Protocol):
     """Settings with ``init`` and a pure ``update``. Each rule takes what it needs of a reading and ignores the rest."""
 
-    def init(self, *, spread: float | None = None, length: float | None = None) -> State:
+    def init(self, *, spread: float | None = None, length: float | None = None, n: float | None = None) -> State:
         """The state before the first update.
 
         Args:
             spread: RMS of the first batch's advantages within a prompt, where it is known.
             length: mean number of tokens in a completion, where it is known.
+            n: sequences behind an update, where they are known and no clamp holds KL beside the price.
 
         Returns:
             The state with the first price.
@@ -180,7 +181,7 @@ class Controller(Protocol):
 
 
 def begin(controller: Controller, **known: float | None) -> State:
-    """``controller.init`` with the ``spread`` and ``length`` that are known, as far as somebody else's takes them."""
+    """``controller.init`` with the ``spread``, ``length`` and ``n`` that are known, as far as it takes them."""
     return controller.init(**_taken(type(controller).init, known))
 
 

@@ -71,7 +71,7 @@ class Fixed(Rule):
     def __post_init__(self) -> None:
         require_number("Fixed.beta", self.beta, at_least=0, way_out="A price is never negative; 0 only measures.")
 
-    def init(self, *, spread: float | None = None, length: float | None = None) -> State:
+    def init(self, *, spread: float | None = None, length: float | None = None, n: float | None = None) -> State:
         """The constant, before any update."""
         return State(beta=float(self.beta))
 
@@ -93,7 +93,7 @@ class Scheduled(Rule):
                 "For a constant use Fixed(beta=...)."
             )
 
-    def init(self, *, spread: float | None = None, length: float | None = None) -> State:
+    def init(self, *, spread: float | None = None, length: float | None = None, n: float | None = None) -> State:
         """``schedule(0)``."""
         return State(beta=self._price(0))
 
@@ -122,7 +122,7 @@ class TargetRule(Rule):
         way_out = "The rule multiplies beta, so 0 would stay 0; use Fixed(beta=0.0) to measure only."
         require_number(f"{type(self).__name__}.init_beta", self.init_beta, above=0, way_out=way_out)
 
-    def init(self, *, spread: float | None = None, length: float | None = None) -> State:
+    def init(self, *, spread: float | None = None, length: float | None = None, n: float | None = None) -> State:
         """``init_beta``."""
         return State(beta=float(self.init_beta))
 

@@ -23,21 +23,19 @@ from klamp.masked import Unit
 
 PRESETS = {"conservative": 0.02, "moderate": 0.08, "aggressive": 0.15}  # nats per token, inside the usual bands
 # The computed price, from spread and length; "given" is a first price where they are not known.
+BATCH = 32.0  # sequences whose gradient noise makes as much KL as their reward; half as much at twice as many
 DOUBT = 2.0  # rho falls to 1 / DOUBT of it at most: constants that hold their targets lie at 0.5 to 1.9 of it
 CEILING = 10.0  # rho rises to CEILING times it at most: the reward is a tenth of the gradient then, and Adam normalises
 TRUST = 4.0  # odds by which an error is put down to the rate rather than to it; to a price that was given, 1 / TRUST
-# The model.
 FIRST_RATE = 1 / 15  # 15 steps from the reference to the target: runs take 3 to 80, and this is their geometric mean
 RATES = math.log(1 / 400), math.log(1 / 2)  # bounds of log rate: 400 steps are out of reach of a run, 2 are no climb
 LEAST = 1e-3  # the least x: a KL of a millionth of its target is none
 SMOOTHING = 0.28  # weight of the newest step in the pace: delays of 1 to 5 steps and Adam's ten, met in the middle
-# How much a reading says.
 DRIFT, NOISE = 0.1, 0.07  # relative change of rho* in a step; relative error of a reading of x, unless it is larger
 FASTEST = 0.3  # the largest bandwidth: a faster observer follows the swings that momentum makes, and amplifies them
 SURPRISE = 0.3  # the most by which one reading raises x, relative to its forecast: it doubles the price at most
 # What is charged beside rho*: a power of x.
-RETURN = 2.0  # time constant, in steps, with which a computed price is to bring x back from above 1
-PUSH = 2**0.5  # the factor by which it is raised for that at most: KL would settle at half its target
+RETURN = 2.0  # time constant, in steps, with which a computed price, raised by sqrt DOUBT at most, brings x back to 1
 PATIENCE = 24.0  # steps to the target beyond which a price that was given is pushed
 BOLDEST = 6.0  # the highest power; and a price that was given goes down to rho* / BOLDEST at most
 
@@ -103,11 +101,12 @@ class Hold:
             raise unknown("Hold.preset", name, PRESETS)
         return cls(target=PRESETS[name], per="token")
 
-    def init(self, *, spread: float | None = None, length: float | None = None) -> HoldState:
+    def init(self, *, spread: float | None = None, length: float | None = None, n: float | None = None) -> HoldState:
         """``beta = init_beta`` where it is set, otherwise ``spread / sqrt(2 target per sequence)``: the computed price.
 
         To second order in ``1 / beta`` the best policy under that price has the target KL. At a spread of 0, a first
         batch without signal, it is that of 1. ``length``, mean tokens, is needed unless the target is per sequence.
+        ``n``, sequences behind an update, is for a price without a clamp: it is higher by ``sqrt(1 + BATCH / n)``.
         After the first step an ``init_beta`` counts only if it is within a factor of two of the computed price.
         """
         given = base.first_price("Hold", self.init_beta, self.bounds)
@@ -115,10 +114,11 @@ class Hold:
             return HoldState(beta=given, log_rho=math.log(given))
         require_number("spread", spread, at_least=0, way_out="It is the RMS of the advantages in a group.")
         rho = 1 / math.sqrt(2 * base.nats(self.target) * base.tokens("Hold", self.per, length))
-        state = HoldState(beta=given, log_rho=math.log(rho), lowest=rho / DOUBT, square=min(spread, 1e100) ** 2)
+        first = rho * math.sqrt(1 + BATCH / max(n or math.inf, 1.0))
+        state = HoldState(beta=given, log_rho=math.log(first), lowest=rho / DOUBT, square=min(spread, 1e100) ** 2)
         if self.init_beta is None:
-            return replace(state, beta=clip(rho * state.spread, *self.bounds))
-        near = 1 / DOUBT <= given / state.spread / rho <= DOUBT
+            return replace(state, beta=clip(first * state.spread, *self.bounds))
+        near = 1 / DOUBT <= given / state.spread / first <= DOUBT
         return replace(state, log_rho=math.log(given / state.spread)) if near else state
 
     def update(
@@ -196,5 +196,5 @@ def _log_price(state: HoldState) -> float:
     """
     ahead = math.log(max(state.x + state.pace, LEAST))
     exponent = clip(math.exp(-state.log_rate) / (RETURN if state.computed else PATIENCE) - 1, 0.0, BOLDEST)
-    low, high = (0.0, math.log(PUSH)) if state.computed else (-math.log(BOLDEST), math.inf)
+    low, high = (0.0, math.log(DOUBT) / 2) if state.computed else (-math.log(BOLDEST), math.inf)
     return state.log_rho + clip(exponent * ahead, low, high)

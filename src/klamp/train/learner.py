@@ -205,7 +205,8 @@ class Learner:
         mask = prepared.counted
         sums = self.reduce(torch.stack([mask.sum().double(), mask.any(1).sum().double()]))
         length = float(sums[0] / sums[1].clamp(min=1))
-        control = self.control.init(spread=prepared.spread, length=length, floor=floor)
+        behind = float(sums[1]) / self.config.algorithm.minibatches  # sequences behind an update
+        control = self.control.init(spread=prepared.spread, length=length, n=behind or None, floor=floor)
         price, given = control.state.price, getattr(control.controller, "init_beta", None)
         if given is not None and isinstance(price, HoldState) and price.computed:
             kept = math.exp(price.log_rho) * price.spread  # what Hold goes on from
