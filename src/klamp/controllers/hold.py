@@ -106,7 +106,7 @@ class Hold:
 
         To second order in ``1 / beta`` the best policy under that price has the target KL. At a spread of 0, a first
         batch without signal, it is that of 1. ``length``, mean tokens, is needed unless the target is per sequence.
-        ``n``, sequences behind an update, is for a price without a clamp: it is higher by ``sqrt(1 + BATCH / n)``.
+        ``n``, sequences behind an update, is for a price without a clamp: ``sqrt(1 + BATCH / n)`` times that.
         After the first step an ``init_beta`` counts only if it is within a factor of two of the computed price.
         """
         given = base.first_price("Hold", self.init_beta, self.bounds)
@@ -114,7 +114,7 @@ class Hold:
             return HoldState(beta=given, log_rho=math.log(given))
         require_number("spread", spread, at_least=0, way_out="It is the RMS of the advantages in a group.")
         rho = 1 / math.sqrt(2 * base.nats(self.target) * base.tokens("Hold", self.per, length))
-        first = rho * math.sqrt(1 + BATCH / max(n or math.inf, 1.0))
+        first = rho * min(math.sqrt(1 + BATCH / max(n or math.inf, 1.0)), DOUBT)
         state = HoldState(beta=given, log_rho=math.log(first), lowest=rho / DOUBT, square=min(spread, 1e100) ** 2)
         if self.init_beta is None:
             return replace(state, beta=clip(first * state.spread, *self.bounds))
