@@ -35,7 +35,9 @@ from plants import ensemble, fitted
 FIRST = "FIRST_RATE"
 ROWS: dict[str, dict[str, Any]] = {
     "as it is": {},
-    "DOUBT: no floor": {"DOUBT": 1e6},
+    "BATCH: gradient noise makes no KL (1e-9)": {"BATCH": 1e-9},
+    "BATCH 128": {"BATCH": 128.0},
+    "DOUBT: no floor, no bound of a raise (1e6)": {"DOUBT": 1e6},
     "CEILING: none": {"CEILING": 1e9},
     "FIRST_RATE 0.5": {FIRST: 0.5},
     "FIRST_RATE 0.005": {FIRST: 0.005},
@@ -50,7 +52,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "TRUST 1: computed or given": {"TRUST": 1.0},
     "RETURN: no hurry (24)": {"RETURN": 24.0},
     "RETURN 3.5": {"RETURN": 3.5},
-    "PUSH: no bound": {"PUSH": 1e9},
     "PATIENCE: no push": {"PATIENCE": 1e6},
     "BOLDEST 1.5": {"BOLDEST": 1.5},
 }

@@ -20,19 +20,20 @@ from klamp.controllers.hold import DOUBT, Hold
 from plants import fitted
 
 SHOWN = {
-    "needs less than the first price (SmolLM2, vowels)": (fitted.SMOLLM2["vowels"], "#1f77b4"),
+    "needs less than the computed price (SmolLM2, vowels)": (fitted.SMOLLM2["vowels"], "#1f77b4"),
     "needs more and more (tiny, vowels)": (fitted.TINY["vowels"], "#d95f02"),
 }
 
 
 def series(plant: fitted.Walk | fitted.Pull, seed: int = 3) -> tuple[list[float], list[float], list[float]]:
-    """x as read, as Hold has it freed of noise, and rho over the first one; a number a step."""
+    """x as read, as Hold has it freed of noise, and rho over the computed one; a number a step."""
     hold = Hold(0.05, "token")
-    state, step = hold.init(spread=1.0, length=fitted.LENGTH), plant.start(seed)
-    first, read, known, prices = state.beta, [], [], []
+    computed = hold.init(spread=1.0, length=fitted.LENGTH).beta
+    state, step = hold.init(spread=1.0, length=fitted.LENGTH, n=fitted.sequences(plant)), plant.start(seed)
+    read, known, prices = [], [], []
     for _ in range(fitted.STEPS):
-        kl = step(state.beta / first)
-        prices.append(state.beta / first)
+        kl = step(state.beta / computed)
+        prices.append(state.beta / computed)
         state = hold.update(state, kl * 0.05, spread=1.0)
         read.append(math.sqrt(kl))
         known.append(state.x)
@@ -52,9 +53,9 @@ def main(path: str) -> None:
     left.legend(loc="lower right", frameon=False, fontsize=8)
     right.axhline(1, color="black", linewidth=0.8, linestyle=":")
     right.axhline(1 / DOUBT, color="black", linewidth=0.8, linestyle="--")
-    right.annotate("first price", (fitted.STEPS, 1), (-48, 3), textcoords="offset points", fontsize=8)
+    right.annotate("computed", (fitted.STEPS, 1), (-44, 3), textcoords="offset points", fontsize=8)
     right.annotate("lowest", (fitted.STEPS, 1 / DOUBT), (-34, 3), textcoords="offset points", fontsize=8)
-    right.set(xlabel="step", title="price: rho over the first one", ylim=(0, None))
+    right.set(xlabel="step", title="price: rho over the computed one", ylim=(0, None))
     for axes in (left, right):
         axes.title.set_fontsize(10)
         axes.spines[["top", "right"]].set_visible(False)

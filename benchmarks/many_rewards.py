@@ -26,9 +26,9 @@ HELD_OUT_3 = ("length", "distinct words", "positive", "turning", "by prompt")
 HELD_OUT_4 = ("alliteration", "no e", "eight words", "late sentiment")
 """Added when this law was settled, and run once."""
 HELD_OUT_5 = ("capitals", "delayed", "heavy tails", "grade")
-"""Not looked at when RETURN was chosen. PUSH answers the swings of capitals on SmolLM2; simulated plants chose it."""
+"""Not looked at when RETURN was chosen. Its bound answers the swings of capitals on SmolLM2; plants chose it."""
 HELD_OUT_6 = ("first letter", "echo", "intermittent", "both")
-"""Written when the law was settled with PUSH, and run once."""
+"""Written when the law with the bound was settled, and run once."""
 HALVES = {
     "development": DEVELOPMENT,
     "held-out": HELD_OUT,

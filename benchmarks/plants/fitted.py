@@ -87,6 +87,10 @@ SMOLLM2 = {
 }
 
 
+SEQUENCES = {"tiny": 32, "smollm2": 128}
+"""Behind an update of the runs that the plants were fitted to."""
+
+
 class Result(NamedTuple):
     """Over runs of one plant, in units of the target."""
 
@@ -96,13 +100,18 @@ class Result(NamedTuple):
     """The mean over runs of their highest reading."""
 
 
+def sequences(plant: Walk | Pull) -> int:
+    """How many completions an update had in the runs that ``plant`` was fitted to."""
+    return SEQUENCES["tiny" if isinstance(plant, Walk) else "smollm2"]
+
+
 def run(plant: Walk | Pull, runs: int = 12) -> Result:
-    """Hold, told the first price, without a clamp."""
+    """Hold without a clamp, from the price that it computes."""
     hold = Hold(0.05, "token")
     small_tilt = 1 / math.sqrt(2 * 0.05 * LENGTH)
     found = []
     for seed in range(runs):
-        state, step, kls = hold.init(spread=1.0, length=LENGTH), plant.start(seed), []
+        state, step, kls = hold.init(spread=1.0, length=LENGTH, n=sequences(plant)), plant.start(seed), []
         for _ in range(STEPS):
             kls.append(step(state.beta / small_tilt))
             state = hold.update(state, kls[-1] * 0.05, spread=1.0)
