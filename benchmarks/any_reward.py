@@ -1,11 +1,12 @@
 """Hold on rewards of many kinds, against constant prices at the same KL: the benchmark that decides about the law.
 
     python benchmarks/any_reward.py --half development --out dev.jsonl              # tiny, two processes
-    python benchmarks/any_reward.py --half held-out --out held.jsonl --reuse dev.jsonl
+    python benchmarks/any_reward.py --half held-out --out held.jsonl
     python benchmarks/any_reward.py --show held.jsonl dev.jsonl                     # tables of finished runs
 
-One line a run is appended to ``--out`` as it finishes; a second call takes up where the first ended, and takes runs at
-constant prices, in which no controller has a part, from ``--reuse``. ``--models smollm2`` runs on a GPU beside it.
+One line a run is appended to ``--out`` as it finishes; a second call takes up where the first ended. Runs at constant
+prices, in which no controller has a part, are kept beside this file (``--reuse`` takes others; ``--reuse`` without a
+file runs all of them again, as after a change to the trainer). ``--models smollm2`` runs on a GPU.
 For each reward and learning rate the table has the highest KL, KL in the last third, the reward gained there as a share
 of what constant prices gain at the same KL, the clamp's effort, and the price over ``rho0 spread``.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gzip
 import json
 import os
 import shutil
@@ -32,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import many_rewards
 
+CONSTANTS = Path(__file__).with_name("any_reward_constants.jsonl.gz")
 TARGET, LIMIT = 0.05, 1.1
 GROUP = 8
 FRESH = 256
@@ -249,7 +252,12 @@ def fresh(trainer: Any) -> list[float]:
 
 def read(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """Every line of some files, the last one of a kind only."""
-    return latest([json.loads(line) for path in paths if path.is_file() for line in path.read_text().splitlines()])
+    return latest([json.loads(line) for path in paths if path.is_file() for line in _text(path).splitlines()])
+
+
+def _text(path: Path) -> str:
+    data = path.read_bytes()
+    return (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
 
 
 def latest(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -263,12 +271,19 @@ def key(row: dict[str, Any]) -> str:
     return "/".join(map(str, (row["model"], reward, row.get("rate"), row.get("arm"), row.get("seed"))))
 
 
+def reused(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """Runs at constant prices in ``paths`` and their calibrations, those that know every reward there is."""
+    if missing := [str(path) for path in paths if not path.is_file()]:
+        raise SystemExit(f"--reuse: there is no {', '.join(missing)}. Pass --reuse alone to run every constant again.")
+    names = {name for half in many_rewards.HALVES.values() for name in half}
+    rows = read(paths)
+    known = {row["model"] for row in rows if "price" in row and names <= set(row["means"])}
+    return [row for row in rows if row["model"] in known and ("price" in row or constant(row["arm"]))]
+
+
 def work(given: argparse.Namespace) -> None:
     """Run what is not there yet, so many at a time a model, until the deadline."""
-    have = {key(row): row for row in read([given.out])}
-    for row in read(given.reuse):
-        if "price" in row or constant(row["arm"]):
-            have.setdefault(key(row), row)
+    have = {key(row): row for row in [*reused(given.reuse), *read([given.out])]}
     end = time.time() + given.seconds
     workers = dict(zip(given.models, given.workers, strict=True))
     pools = {m: ProcessPoolExecutor(n, mp_context=get_context("spawn")) for m, n in workers.items()}
@@ -330,7 +345,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("any_reward.jsonl"))
     parser.add_argument(
-        "--reuse", nargs="*", type=Path, default=[], help="files of earlier runs to take constants from"
+        "--reuse", nargs="*", type=Path, default=[CONSTANTS], help="files of earlier runs to take constants from"
     )
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after so long; runs under way are given up")
     parser.add_argument("--show", nargs="+", type=Path, help="only print the tables of these files")
@@ -342,8 +357,10 @@ def main() -> None:
         work(given)
     import any_reward_tables
 
-    reused = [row for row in read(given.reuse) if "arm" in row and constant(row["arm"])]
-    any_reward_tables.show(read(given.show) if given.show else latest([*reused, *read([given.out])]))
+    own = read(given.show or [given.out])
+    shown = {(row["model"], row["reward_name"]) for row in own if "arm" in row}
+    kept = [r for r in reused(given.reuse) if "price" in r or (r["model"], r["reward_name"]) in shown]
+    any_reward_tables.show(latest([*kept, *own]))
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def test_the_first_price_comes_from_the_first_batch(trainer: Make) -> None:
     t, _ = controlled(trainer(max_steps=2), clamp=False)
     # Four advantages over their own standard deviation (Bessel's) have mean square 3/4; TRL adds 1e-4 to it,
     # which is 5e-4 of the 0.19 that these rewards spread.
-    expected = HOLD.init(spread=math.sqrt(3 / 4), length=logged(t, "completions/mean_length")[0]).beta
+    expected = HOLD.init(spread=math.sqrt(3 / 4), length=logged(t, "completions/mean_length")[0], n=8).beta
     assert logged(t, "klamp/beta")[1] == pytest.approx(expected, rel=2e-3)
 
 

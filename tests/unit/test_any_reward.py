@@ -60,3 +60,16 @@ def test_a_run_of_this_file_counts_before_one_that_is_reused(monkeypatch: pytest
 
     name = {"model": "tiny", "reward_name": "vowels", "rate": 0, "arm": "hold", "seed": 0}
     assert [r["kl"] for r in any_reward.latest([{**name, "kl": 1}, {**name, "kl": 2}])] == [2]
+
+
+def test_the_constants_that_are_kept_are_of_no_controller_and_have_their_calibration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import any_reward
+
+    rows = any_reward.read([any_reward.CONSTANTS])
+    runs = [r for r in rows if "arm" in r]
+    assert len(runs) > 500
+    assert all(any_reward.constant(r["arm"]) and len(r["kl"]) == 60 for r in runs)
+    assert {r["model"] for r in rows if "price" in r} == {r["model"] for r in runs} == {"tiny", "smollm2"}

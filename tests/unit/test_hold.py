@@ -257,7 +257,7 @@ def test_starts_where_it_is_told() -> None:
 def test_without_a_clamp_the_first_price_leaves_room_for_the_kl_of_gradient_noise(
     n: float | None, higher: float
 ) -> None:
-    """Noise falls as 1 / n: at 32 sequences the reward may make half of the target, at 128 four fifths.
+    """At 32 sequences in an update the reward may make half of the target, at 128 four fifths.
 
     It is at most twice the computed price, which is as far as that may be wrong.
     """
@@ -268,6 +268,15 @@ def test_without_a_clamp_the_first_price_leaves_room_for_the_kl_of_gradient_nois
     assert hold.update(state, 0.0, spread=2.0).beta == pytest.approx(state.beta, rel=1e-9)  # and stays what it is
     given = Hold(6.0, "sequence", init_beta=0.01).init(spread=2.0, n=n)
     assert math.exp(given.log_rho) == pytest.approx(math.exp(state.log_rho), rel=1e-9)
+    for times in (0.6, 1.0, 1.8):  # within a factor of two of the computed one, whatever the first one is
+        own = Hold(6.0, "sequence", init_beta=times * plain.beta).init(spread=2.0, n=n)
+        assert 2 * math.exp(own.log_rho) == pytest.approx(times * plain.beta, rel=1e-9)
+
+
+@pytest.mark.parametrize("n", [0, -5, math.nan, math.inf, "many", True])
+def test_a_number_of_sequences_that_is_none_is_refused(n: object) -> None:
+    with pytest.raises(ConfigError, match="n must"):
+        Hold(6.0, "sequence").init(spread=2.0, n=n)  # type: ignore[arg-type]
 
 
 def test_presets_and_refusals() -> None:
@@ -296,9 +305,10 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> object:
 def test_on_plants_fitted_to_recorded_runs_the_price_alone_brings_kl_near_the_target(bench) -> None:  # type: ignore[no-untyped-def]
     from plants import fitted
 
-    for name, plant in fitted.SMOLLM2.items():  # two of them need half of the computed price: they have 0.79 and 0.80
+    low = ("commas", "sentiment")  # they need half of the computed price and are slow: 0.79 and 0.80
+    for name, plant in fitted.SMOLLM2.items():
         found = fitted.run(plant)
-        assert 0.78 < found.late < 1.1, name
+        assert (0.78 if name in low else 0.85) < found.late < 1.1, name
         assert found.highest < 1.4, name
     for name, plant in fitted.TINY.items():  # gradient noise moves them, and the price that holds them rises
         found = fitted.run(plant)

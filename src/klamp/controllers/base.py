@@ -147,7 +147,7 @@ class Controller(Protocol):
         Args:
             spread: RMS of the first batch's advantages within a prompt, where it is known.
             length: mean number of tokens in a completion, where it is known.
-            n: sequences behind an update, where they are known and no clamp holds KL beside the price.
+            n: sequences in an update, where they are known and no clamp holds KL beside the price.
 
         Returns:
             The state with the first price.
@@ -331,6 +331,11 @@ def tokens(name: str, per: Unit | None, length: float | None) -> float:
             "completion. Pass length=..., or leave spread out to start at init_beta."
         )
     return require_number("length", length, above=0, way_out="It is the mean number of tokens in a completion.")
+
+
+def sequences(n: float | None) -> float:
+    """How many sequences are in an update, without end where that is not known."""
+    return math.inf if n is None else require_number("n", n, above=0, way_out="It is the sequences in an update.")
 
 
 def check_bounds(name: str, bounds: Bounds | None, *, around: float | None = None, field: str = "init_beta") -> None:

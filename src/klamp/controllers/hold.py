@@ -23,10 +23,11 @@ from klamp.masked import Unit
 
 PRESETS = {"conservative": 0.02, "moderate": 0.08, "aggressive": 0.15}  # nats per token, inside the usual bands
 # The computed price, from spread and length; "given" is a first price where they are not known.
-BATCH = 32.0  # sequences whose gradient noise makes as much KL as their reward; half as much at twice as many
-DOUBT = 2.0  # rho falls to 1 / DOUBT of it at most: constants that hold their targets lie at 0.5 to 1.9 of it
+BATCH = 32.0  # sequences in an update whose gradient noise is taken to make as much KL as the reward, without a clamp
+DOUBT = 2.0  # how far it may be wrong, and so rho's floor: constants that hold their targets lie at 0.5 to 1.9 of it
 CEILING = 10.0  # rho rises to CEILING times it at most: the reward is a tenth of the gradient then, and Adam normalises
 TRUST = 4.0  # odds by which an error is put down to the rate rather than to it; to a price that was given, 1 / TRUST
+# The model, and how much a reading says.
 FIRST_RATE = 1 / 15  # 15 steps from the reference to the target: runs take 3 to 80, and this is their geometric mean
 RATES = math.log(1 / 400), math.log(1 / 2)  # bounds of log rate: 400 steps are out of reach of a run, 2 are no climb
 LEAST = 1e-3  # the least x: a KL of a millionth of its target is none
@@ -34,8 +35,7 @@ SMOOTHING = 0.28  # weight of the newest step in the pace: delays of 1 to 5 step
 DRIFT, NOISE = 0.1, 0.07  # relative change of rho* in a step; relative error of a reading of x, unless it is larger
 FASTEST = 0.3  # the largest bandwidth: a faster observer follows the swings that momentum makes, and amplifies them
 SURPRISE = 0.3  # the most by which one reading raises x, relative to its forecast: it doubles the price at most
-# What is charged beside rho*: a power of x.
-RETURN = 2.0  # time constant, in steps, with which a computed price, raised by sqrt DOUBT at most, brings x back to 1
+RETURN = 2.0  # time constant, in steps, with which a computed price brings x back to 1, raised by sqrt DOUBT at most
 PATIENCE = 24.0  # steps to the target beyond which a price that was given is pushed
 BOLDEST = 6.0  # the highest power; and a price that was given goes down to rho* / BOLDEST at most
 
@@ -104,9 +104,9 @@ class Hold:
     def init(self, *, spread: float | None = None, length: float | None = None, n: float | None = None) -> HoldState:
         """``beta = init_beta`` where it is set, otherwise ``spread / sqrt(2 target per sequence)``: the computed price.
 
-        To second order in ``1 / beta`` the best policy under that price has the target KL. At a spread of 0, a first
-        batch without signal, it is that of 1. ``length``, mean tokens, is needed unless the target is per sequence.
-        ``n``, sequences behind an update, is for a price without a clamp: ``sqrt(1 + BATCH / n)`` times that.
+        To second order in ``1 / beta`` the best policy under it has the target KL. A spread of 0, no signal yet, counts
+        as 1. ``length``, mean tokens, is needed unless the target is per sequence. With ``n``, sequences in an update,
+        the first price is ``sqrt(1 + BATCH / n)`` times the computed one, at most twice: pass it where nothing clamps.
         After the first step an ``init_beta`` counts only if it is within a factor of two of the computed price.
         """
         given = base.first_price("Hold", self.init_beta, self.bounds)
@@ -114,11 +114,11 @@ class Hold:
             return HoldState(beta=given, log_rho=math.log(given))
         require_number("spread", spread, at_least=0, way_out="It is the RMS of the advantages in a group.")
         rho = 1 / math.sqrt(2 * base.nats(self.target) * base.tokens("Hold", self.per, length))
-        first = rho * min(math.sqrt(1 + BATCH / max(n or math.inf, 1.0)), DOUBT)
+        first = rho * min(math.sqrt(1 + BATCH / base.sequences(n)), DOUBT)
         state = HoldState(beta=given, log_rho=math.log(first), lowest=rho / DOUBT, square=min(spread, 1e100) ** 2)
         if self.init_beta is None:
             return replace(state, beta=clip(first * state.spread, *self.bounds))
-        near = 1 / DOUBT <= given / state.spread / first <= DOUBT
+        near = 1 / DOUBT <= given / state.spread / rho <= DOUBT
         return replace(state, log_rho=math.log(given / state.spread)) if near else state
 
     def update(

@@ -205,15 +205,15 @@ class Learner:
         mask = prepared.counted
         sums = self.reduce(torch.stack([mask.sum().double(), mask.any(1).sum().double()]))
         length = float(sums[0] / sums[1].clamp(min=1))
-        behind = float(sums[1]) / self.config.algorithm.minibatches  # sequences behind an update
-        control = self.control.init(spread=prepared.spread, length=length, n=behind or None, floor=floor)
+        n = float(sums[1]) / self.config.algorithm.minibatches or None  # sequences in an update
+        control = self.control.init(spread=prepared.spread, length=length, n=n, floor=floor)
         price, given = control.state.price, getattr(control.controller, "init_beta", None)
         if given is not None and isinstance(price, HoldState) and price.computed:
             kept = math.exp(price.log_rho) * price.spread  # what Hold goes on from
             if not math.isclose(given, kept, rel_tol=1e-6):
                 logger.warning(
-                    "the first price %.3g is far from %.3g, which the rewards' spread and the length give. From the "
-                    "second step on Hold starts from the computed price.",
+                    "the first price %.3g is far from what the rewards' spread and the length give. From the second "
+                    "step on Hold starts from %.3g.",
                     *(given, kept),
                 )
         return control
