@@ -41,7 +41,7 @@ FRESH = 256
 PROBED = 32
 """Prompts that the reward is measured on in every other step of the last third, beside the batch that is trained on."""
 UNIT = 0.65
-"""Constant prices are multiples of this share of Hold's first price, where Hold once started."""
+"""Constant prices are multiples of this share of Hold's computed price, where Hold once started."""
 
 
 @dataclass(frozen=True)
@@ -336,7 +336,7 @@ def main() -> None:
     parser.add_argument("--workers", nargs="+", type=int, default=[2], help="processes of each model")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument(
-        "--multiples", nargs="+", type=float, help="constant prices, in multiples of 0.65 of Hold's first one"
+        "--multiples", nargs="+", type=float, help="constant prices, in multiples of 0.65 of Hold's computed one"
     )
     parser.add_argument("--rates", nargs="+", type=int, choices=(0, 1), default=[0, 1], help="usual and low rate")
     every = ("hold", "hold-price", "constants", "static", "ziegler", "ff-clamp")

@@ -17,7 +17,7 @@ from klamp.controllers.hold import SMOOTHING
 from klamp.results.statistics import student
 
 TARGET, LIMIT, UNIT = 0.05, 1.1, 0.65
-"""UNIT: the share of Hold's first price that constants are multiples of."""
+"""UNIT: the share of Hold's computed price that constants are multiples of."""
 Row = dict[str, Any]
 
 
@@ -161,8 +161,8 @@ def table(title: str, rows: Sequence[Row], made: Row) -> Table:
         constants = [r for r in here if r["arm"].startswith("x ")]
         held = sorted({r["arm"] for r in here if "@" in r["arm"]})
         order = ["hold", "hold-price", *held, "ff-clamp", "static", "ziegler", *sorted({c["arm"] for c in constants})]
-        for arm in [a for a in order if any(r["arm"] == a for r in here)]:
+        arms = [a for a in order if any(r["arm"] == a for r in here)]
+        for arm in arms:
             own = [r for r in here if r["arm"] == arm]
-            shown = name if arm == "hold" else ""
-            drawn.add_row(shown, arm, *cells(own, constants, made))
+            drawn.add_row(name if arm == arms[0] else "", arm, *cells(own, constants, made))
     return drawn

@@ -79,7 +79,7 @@ def parse_arms(names: Sequence[str] | str, static_beta: float) -> list[Arm]:
 
 
 def coarse_constants(target: float, length: float) -> list[float]:
-    """Seven constants a factor 2 apart around Hold's first price, ``1 / sqrt(2 target per sequence)``.
+    """Seven constants a factor 2 apart around Hold's computed price, ``1 / sqrt(2 target per sequence)``.
 
     Constants that held a target lay at 0.5 to 1.9 of it (docs/log/2026-11-15-hold-study.md), and these reach from an
     eighth of it to eight times it.
