@@ -85,7 +85,7 @@ def run(steps: int = 80, seed: int = 0, *, show: bool = True) -> list[tuple[floa
     policy = ToyLM()
     reference = copy.deepcopy(policy).requires_grad_(False)
     optimiser = torch.optim.Adam(policy.parameters(), lr=2e-3)
-    control = klamp.Control(klamp.Hold(target=TARGET, per="token")).init(spread=1.0, length=LENGTH / 2)
+    control = klamp.Control(klamp.Hold(target=TARGET, per="token")).init(spread=1.0, length=LENGTH / 2, n=BATCH)
     history = []
     for step in range(1, steps + 1):
         tokens, mask = policy.sample(BATCH)
