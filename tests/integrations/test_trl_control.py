@@ -69,7 +69,7 @@ def test_the_first_price_comes_from_the_first_batch(trainer: Make) -> None:
     t, _ = controlled(trainer(max_steps=2), clamp=False)
     # Four advantages over their own standard deviation (Bessel's) have mean square 3/4; TRL adds 1e-4 to it,
     # which is 5e-4 of the 0.19 that these rewards spread.
-    expected = HOLD.init(spread=math.sqrt(3 / 4), length=logged(t, "completions/mean_length")[0], n=8).beta
+    expected = HOLD.init(spread=math.sqrt(3 / 4), length=logged(t, "completions/mean_length")[0]).beta
     assert logged(t, "klamp/beta")[1] == pytest.approx(expected, rel=2e-3)
 
 
@@ -115,9 +115,8 @@ def test_the_clamp_holds_kl_on_the_steps_own_tokens(trainer: Make, exact: bool, 
 
 
 def test_a_clamp_with_nothing_to_do_changes_no_bit(trainer: Make) -> None:
-    own = Hold(target=0.05, per="token", init_beta=0.3)  # without a clamp a computed first price is another one
-    free, _ = controlled(trainer(max_steps=4), own, clamp=False, feed_forward=False)
-    watched, _ = controlled(trainer(max_steps=4), own, clamp=True, limit=1e6, feed_forward=False)
+    free, _ = controlled(trainer(max_steps=4), HOLD, clamp=False)
+    watched, _ = controlled(trainer(max_steps=4), HOLD, clamp=True, limit=1e6)
     assert torch.equal(weights(free), weights(watched))
     assert set(logged(watched, "klamp/effort")) == {0.0}
 

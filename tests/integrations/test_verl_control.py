@@ -37,7 +37,7 @@ def test_its_prices_are_those_of_a_control() -> None:
         data = batch(step)
         verl.observe(data)
         if not control.started:
-            control = control.init(spread=verl.spread, length=6.0, n=8)
+            control = control.init(spread=verl.spread, length=6.0)
         assert verl.value == control.beta
         kl = float(klamp.mean(klamp.k3(data.batch["old_log_probs"], data.batch["ref_log_prob"], tail=5.0)))
         control = control.before_update(kl, verl.spread, 8).after_update()

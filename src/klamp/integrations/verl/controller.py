@@ -134,8 +134,7 @@ class HoldKLController:
         if not self.told and self.spread > 0:
             length = float(mask.sum(-1).float().mean())
             hold = Hold(self.settings.target, self.settings.per, init_beta=self.settings.given)
-            # verl may split the batch into smaller updates, which it does not say here.
-            self.control, self.told = Control(hold).init(spread=self.spread, length=length, n=len(mask)), True
+            self.control, self.told = Control(hold).init(spread=self.spread, length=length), True
             logger.warning(
                 "klamp: rewards spread by %.4g in a prompt; the first price is %.4g", self.spread, self.value
             )
