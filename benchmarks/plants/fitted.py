@@ -87,10 +87,6 @@ SMOLLM2 = {
 }
 
 
-SEQUENCES = {"tiny": 32, "smollm2": 128}
-"""Behind an update of the runs that the plants were fitted to."""
-
-
 class Result(NamedTuple):
     """Over runs of one plant, in units of the target."""
 
@@ -102,7 +98,7 @@ class Result(NamedTuple):
 
 def sequences(plant: Walk | Pull) -> int:
     """How many completions an update had in the runs that ``plant`` was fitted to."""
-    return SEQUENCES["tiny" if isinstance(plant, Walk) else "smollm2"]
+    return 32 if isinstance(plant, Walk) else 128
 
 
 def run(plant: Walk | Pull, runs: int = 12) -> Result:
