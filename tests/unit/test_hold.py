@@ -253,11 +253,13 @@ def test_starts_where_it_is_told() -> None:
     assert Hold(0.05, "token", init_beta=0.4).init().beta == 0.4
 
 
-@pytest.mark.parametrize(("n", "higher"), [(32, 2**0.5), (128, 1.25**0.5), (4, 2.0), (None, 1.0), (1e9, 1.0)])
+@pytest.mark.parametrize(
+    ("n", "higher"), [(32, 2**0.5), (96, 1.0), (128, 0.875**0.5), (4, 2.0), (None, 1.0), (1e9, 0.5**0.5)]
+)
 def test_without_a_clamp_the_first_price_leaves_room_for_the_kl_of_gradient_noise(
     n: float | None, higher: float
 ) -> None:
-    """At 32 sequences in an update the reward may make half of the target, at 128 four fifths.
+    """At the computed price the reward makes half of the target KL, and noise 48 / n of it.
 
     It is at most twice the computed price, which is as far as that may be wrong.
     """

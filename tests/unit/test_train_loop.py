@@ -144,7 +144,7 @@ def test_without_a_clamp_the_first_price_knows_how_many_sequences_an_update_has(
         )
         made.run()
         [first[clamp]] = [row["kl/beta"] for row in read_jsonl(made.folder.metrics)]
-    assert first[False] / first[True] == pytest.approx(math.sqrt(1 + 32 * minibatches / 64), rel=1e-6)
+    assert first[False] / first[True] == pytest.approx(math.sqrt(1 / 2 + 48 * minibatches / 64), rel=1e-6)
 
 
 def test_a_limit_works_without_a_target(trainer: Any) -> None:

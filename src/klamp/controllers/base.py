@@ -333,9 +333,9 @@ def tokens(name: str, per: Unit | None, length: float | None) -> float:
     return require_number("length", length, above=0, way_out="It is the mean number of tokens in a completion.")
 
 
-def sequences(n: float | None) -> float:
-    """How many sequences are in an update, without end where that is not known."""
-    return math.inf if n is None else require_number("n", n, above=0, way_out="It is the sequences in an update.")
+def sequences(n: float) -> float:
+    """How many sequences are in an update."""
+    return require_number("n", n, above=0, way_out="It is the sequences in an update.")
 
 
 def check_bounds(name: str, bounds: Bounds | None, *, around: float | None = None, field: str = "init_beta") -> None:

@@ -23,8 +23,8 @@ from klamp.masked import Unit
 
 PRESETS = {"conservative": 0.02, "moderate": 0.08, "aggressive": 0.15}  # nats per token, inside the usual bands
 # The computed price, from spread and length; "given" is a first price where they are not known.
-BATCH = 32.0  # sequences in an update whose gradient noise is taken to make as much KL as the reward, without a clamp
 DOUBT = 2.0  # how far it may be wrong, and so rho's floor: constants that hold their targets lie at 0.5 to 1.9 of it
+BATCH = 48.0  # at it the noise of n sequences makes BATCH / n of the target KL in a run, and the reward 1 / DOUBT of it
 CEILING = 10.0  # rho rises to CEILING times it at most: the reward is a tenth of the gradient then, and Adam normalises
 TRUST = 4.0  # odds by which an error is put down to the rate rather than to it; to a price that was given, 1 / TRUST
 # The model, and how much a reading says.
@@ -106,7 +106,7 @@ class Hold:
 
         To second order in ``1 / beta`` the best policy under it has the target KL. A spread of 0, no signal yet, counts
         as 1. ``length``, mean tokens, is needed unless the target is per sequence. With ``n``, sequences in an update,
-        the first price is ``sqrt(1 + BATCH / n)`` times the computed one, at most twice: pass it where nothing clamps.
+        it starts at ``sqrt(1 / DOUBT + BATCH / n)`` times that, at most twice it: pass ``n`` where nothing clamps.
         After the first step an ``init_beta`` counts only if it is within a factor of two of the computed price.
         """
         given = base.first_price("Hold", self.init_beta, self.bounds)
@@ -114,7 +114,7 @@ class Hold:
             return HoldState(beta=given, log_rho=math.log(given))
         require_number("spread", spread, at_least=0, way_out="It is the RMS of the advantages in a group.")
         rho = 1 / math.sqrt(2 * base.nats(self.target) * base.tokens("Hold", self.per, length))
-        first = rho * min(math.sqrt(1 + BATCH / base.sequences(n)), DOUBT)
+        first = rho if n is None else rho * min(math.sqrt(1 / DOUBT + BATCH / base.sequences(n)), DOUBT)
         state = HoldState(beta=given, log_rho=math.log(first), lowest=rho / DOUBT, square=min(spread, 1e100) ** 2)
         if self.init_beta is None:
             return replace(state, beta=clip(first * state.spread, *self.bounds))
