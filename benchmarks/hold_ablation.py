@@ -50,8 +50,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "FASTEST: no bound": {"FASTEST": 9.0},
     "SURPRISE 5: hardly bounded": {"SURPRISE": 5.0},
     "TRUST 1: computed or given": {"TRUST": 1.0},
-    "RETURN: no hurry (24)": {"RETURN": 24.0},
-    "RETURN 3.5": {"RETURN": 3.5},
     "PATIENCE: no push": {"PATIENCE": 1e6},
     "BOLDEST 1.5": {"BOLDEST": 1.5},
 }

@@ -1,4 +1,4 @@
-"""Rewards of many kinds for ``any_reward.py``; half of them were looked at while ``Hold`` was made, half were not.
+"""Rewards of many kinds for ``any_reward.py``; some of them were looked at while ``Hold`` was made, others were not.
 
 Sparse ones ask for a word that few of the reference's completions hold. Which word that is depends on the model and is
 found by :func:`calibrate`, together with the spread that each reward has at the start.
@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -26,9 +27,11 @@ HELD_OUT_3 = ("length", "distinct words", "positive", "turning", "by prompt")
 HELD_OUT_4 = ("alliteration", "no e", "eight words", "late sentiment")
 """Added when this law was settled, and run once."""
 HELD_OUT_5 = ("capitals", "delayed", "heavy tails", "grade")
-"""Not looked at when RETURN was chosen. Its bound answers the swings of capitals on SmolLM2; plants chose it."""
+"""Written after the constants of the model. The bound of a raise answers the swings of capitals on SmolLM2."""
 HELD_OUT_6 = ("first letter", "echo", "intermittent", "both")
 """Written when the law with the bound was settled, and run once."""
+HELD_OUT_7 = ("word 5 %", "long word", "alphabetical", "negative")
+"""Written when the first price without a clamp was settled, and run once."""
 HALVES = {
     "development": DEVELOPMENT,
     "held-out": HELD_OUT,
@@ -37,8 +40,9 @@ HALVES = {
     "held-out-4": HELD_OUT_4,
     "held-out-5": HELD_OUT_5,
     "held-out-6": HELD_OUT_6,
+    "held-out-7": HELD_OUT_7,
 }
-SPARSE = {"word 2 %": 0.02, "word 0.3 %": 0.003}
+SPARSE = {"word 2 %": 0.02, "word 0.3 %": 0.003, "word 5 %": 0.05}
 AVOIDED = {"avoid": 0.05}
 """Rewards for the absence of a word, by the share of the reference's completions that hold it."""
 NOTHING = ("never", "noise")
@@ -73,6 +77,10 @@ WHAT = {
     "echo": "share of words that are in the prompt, too",
     "intermittent": "letters in every third batch, 0 in the others",
     "both": "1 where VADER's score is above 0 and no word has more than seven letters: two conditions at once",
+    "word 5 %": "holds a word that 5 % hold",
+    "long word": "1 where a word has ten letters or more",
+    "alphabetical": "share of words that do not come before the word to their left in a dictionary, dense",
+    "negative": "minus VADER's score: the policy has to turn round",
 }
 
 
@@ -167,6 +175,15 @@ def both(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     return [float(s > 0 and n <= 7) for s, n in zip(sentiment(prompts, completions), longest, strict=True)]
 
 
+def long_word(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return [float(re.search(r"[a-z]{10}", text.lower()) is not None) for text in completions]
+
+
+def alphabetical(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    words = [re.findall(r"[a-z]+", text.lower()) for text in completions]
+    return [sum(a <= b for a, b in pairwise(each)) / max(len(each) - 1, 1) for each in words]
+
+
 class Changing:
     """A reward that changes in the run: ``which`` says what it is in a batch, counted from 1."""
 
@@ -240,6 +257,9 @@ def reward(name: str, words: dict[str, str], seed: int) -> Reward:
         "echo": echo,
         "intermittent": Changing(lambda batch: letters if batch % 3 == 1 else never),
         "both": both,
+        "long word": long_word,
+        "alphabetical": alphabetical,
+        "negative": partial(sentiment, scale=-1.0),
     }
     return Noise(seed) if name == "noise" else plain[name]
 

@@ -23,7 +23,7 @@ from klamp.masked import Unit
 
 PRESETS = {"conservative": 0.02, "moderate": 0.08, "aggressive": 0.15}  # nats per token, inside the usual bands
 # The computed price, from spread and length; "given" is a first price where they are not known.
-DOUBT = 2.0  # how far it may be wrong, and so rho's floor: constants that hold their targets lie at 0.5 to 1.9 of it
+DOUBT = 2.0  # how far it may be wrong, and so rho's floor; a KL above its target raises rho by sqrt DOUBT at most
 BATCH = 48.0  # at it the noise of n sequences makes BATCH / n of the target KL in a run, and the reward 1 / DOUBT of it
 CEILING = 10.0  # rho rises to CEILING times it at most: the reward is a tenth of the gradient then, and Adam normalises
 TRUST = 4.0  # odds by which an error is put down to the rate rather than to it; to a price that was given, 1 / TRUST
@@ -35,7 +35,6 @@ SMOOTHING = 0.28  # weight of the newest step in the pace: delays of 1 to 5 step
 DRIFT, NOISE = 0.1, 0.07  # relative change of rho* in a step; relative error of a reading of x, unless it is larger
 FASTEST = 0.3  # the largest bandwidth: a faster observer follows the swings that momentum makes, and amplifies them
 SURPRISE = 0.3  # the most by which one reading raises x, relative to its forecast: it doubles the price at most
-RETURN = 2.0  # time constant, in steps, with which a computed price brings x back to 1, raised by sqrt DOUBT at most
 PATIENCE = 24.0  # steps to the target beyond which a price that was given is pushed
 BOLDEST = 6.0  # the highest power; and a price that was given goes down to rho* / BOLDEST at most
 
@@ -192,9 +191,10 @@ def _observe(state: HoldState, ratio: float, signal: float, noise: float) -> Hol
 def _log_price(state: HoldState) -> float:
     """``log rho = log rho* + exponent log x``, with x a step ahead: as it will be when the price acts.
 
-    A computed price is raised while x is above 1. One that was given may be too high, and is lowered below 1, too.
+    A computed price is raised while x is above 1: x comes back as fast as momentum lets it. One that was given may be
+    too high, and is lowered below 1, too.
     """
     ahead = math.log(max(state.x + state.pace, LEAST))
-    exponent = clip(math.exp(-state.log_rate) / (RETURN if state.computed else PATIENCE) - 1, 0.0, BOLDEST)
+    exponent = clip((SMOOTHING if state.computed else 1 / PATIENCE) * math.exp(-state.log_rate) - 1, 0.0, BOLDEST)
     low, high = (0.0, math.log(DOUBT) / 2) if state.computed else (-math.log(BOLDEST), math.inf)
     return state.log_rho + clip(exponent * ahead, low, high)
