@@ -79,27 +79,26 @@ def prices(row: Row, price: float) -> tuple[float, float]:
 def compared(rows: Sequence[Row], constants: Sequence[Row], reference: float) -> str:
     """The gain in per cent with its 95 % interval, from the jackknife over seeds.
 
-    Runs of one seed share their prompts, so a seed is left out of both where both have the same seeds; otherwise each
-    has a jackknife of its own, and the variances add up.
+    Runs of one seed share their prompts and their first completions, so a seed is left out of both at once: what it does
+    to both cancels.
     """
     ratio = gain(rows, constants, reference)
     if ratio is None:
         return ""
     own, theirs = ({r["seed"] for r in part} for part in (rows, constants))
-
-    def without(seed: int, ours: bool, others: bool) -> float | None:
-        kept = [r for r in rows if not ours or r["seed"] != seed]
-        return gain(kept, [r for r in constants if not others or r["seed"] != seed], reference) if kept else None
-
-    if own == theirs:
-        parts = [[without(seed, True, True) for seed in own]]
-    else:
-        parts = [[without(seed, True, False) for seed in own], [without(seed, False, True) for seed in theirs]]
-    known = [[g for g in part if g is not None] for part in parts]
-    if any(len(found) < max(len(part), 2) for found, part in zip(known, parts, strict=True)):
+    if min(len(own), len(theirs)) < 2:
         return f"{100 * ratio:.0f}"
-    error = math.sqrt(sum((len(g) - 1) ** 2 / len(g) * variance(g) for g in known))
-    return f"{100 * ratio:.0f} ± {100 * student(min(map(len, known)) - 1) * error:.0f}"
+
+    def without(seed: int) -> float | None:
+        kept, others = ([r for r in part if r["seed"] != seed] for part in (rows, constants))
+        return gain(kept, others, reference)
+
+    found = [without(seed) for seed in own | theirs]
+    known = [g for g in found if g is not None]
+    if len(known) < len(found):
+        return f"{100 * ratio:.0f}"
+    error = math.sqrt((len(known) - 1) ** 2 / len(known) * variance(known))
+    return f"{100 * ratio:.0f} ± {100 * student(min(len(own), len(theirs)) - 1) * error:.0f}"
 
 
 def over(row: Row) -> float:
