@@ -230,7 +230,8 @@ class KLControl(TrainerCallback):
         reference itself, where it has nothing to act on.
         """
         if not self.settled and self.feed_forward and (spread := self._spread(step)) is not None:
-            self.control = self.control.init(spread=spread, length=step.tokens / max(step.rows, 1.0))
+            rows = max(step.rows, 1.0)
+            self.control = self.control.init(spread=spread, length=step.tokens / rows, n=rows)
         self.settled = True
         self.moved = self.moved or (kl is not None and not abs(kl) <= MOVED * (self.target or 1.0))
         read = self.control.before_update(
