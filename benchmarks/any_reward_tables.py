@@ -31,23 +31,27 @@ def point(row: Row) -> tuple[float, float]:
     return math.sqrt(max(late(row["kl"]), 0.0)), row["late_reward"]
 
 
+def around(x: float, constants: Sequence[Row]) -> list[tuple[str, float, float]]:
+    """Price, sqrt(KL) and reward of the two constants whose KL lies around ``x``, or nearest above it; none beyond."""
+    by_price = defaultdict(list)
+    for c in constants:
+        by_price[c["arm"]].append(point(c))
+    means = [(fmean(x for x, _ in runs), fmean(r for _, r in runs), arm) for arm, runs in by_price.items()]
+    means.sort()
+    above = next((i for i, (at, _, _) in enumerate(means) if at >= x), None)
+    return [] if above is None else [(arm, at, r) for at, r, arm in means[max(above - 1, 0) :][:2]]
+
+
 def gain(rows: Sequence[Row], constants: Sequence[Row], reference: float) -> float | None:
     """Reward gained over the reference as a share of what constants gain at the same KL; None beyond their KL.
 
     What they gain is read off a parabola in sqrt(KL) through the reference and the two constants whose KL lies around
     ours, or nearest above it: a line would lie below a curve that flattens.
     """
-    by_price = defaultdict(list)
-    for c in constants:
-        by_price[c["arm"]].append(point(c))
-    means = [(fmean(x for x, _ in runs), fmean(r for _, r in runs) - reference) for runs in by_price.values()]
     ours = [point(row) for row in rows]
     x, r = fmean(x for x, _ in ours), fmean(r for _, r in ours) - reference
-    means.sort()
-    above = next((i for i, (at, _) in enumerate(means) if at >= x), None)
-    if above is None:
-        return None
-    theirs = through_origin(means[max(above - 1, 0) :][:2], x)
+    near = around(x, constants)
+    theirs = through_origin([(at, earned - reference) for _, at, earned in near], x) if near else 0.0
     return r / theirs if abs(theirs) > 1e-12 else None
 
 
@@ -79,14 +83,17 @@ def prices(row: Row, price: float) -> tuple[float, float]:
 def compared(rows: Sequence[Row], constants: Sequence[Row], reference: float) -> str:
     """The gain in per cent with its 95 % interval, from the jackknife over seeds.
 
-    Runs of one seed share their prompts and their first completions, so a seed is left out of both at once: what it does
-    to both cancels.
+    Runs of one seed share their prompts and their first completions, so a seed is left out of both at once: what it
+    does to both cancels. Where they have other seeds the interval is a little too wide. Its degrees of freedom are
+    those of the arm, or of the constant near it, with fewest seeds.
     """
     ratio = gain(rows, constants, reference)
     if ratio is None:
         return ""
     own, theirs = ({r["seed"] for r in part} for part in (rows, constants))
-    if min(len(own), len(theirs)) < 2:
+    near = [arm for arm, _, _ in around(fmean(point(row)[0] for row in rows), constants)]
+    fewest = min(len(own), *(sum(c["arm"] == arm for c in constants) for arm in near))
+    if fewest < 2:
         return f"{100 * ratio:.0f}"
 
     def without(seed: int) -> float | None:
@@ -98,7 +105,7 @@ def compared(rows: Sequence[Row], constants: Sequence[Row], reference: float) ->
     if len(known) < len(found):
         return f"{100 * ratio:.0f}"
     error = math.sqrt((len(known) - 1) ** 2 / len(known) * variance(known))
-    return f"{100 * ratio:.0f} ± {100 * student(min(len(own), len(theirs)) - 1) * error:.0f}"
+    return f"{100 * ratio:.0f} ± {100 * student(fewest - 1) * error:.0f}"
 
 
 def over(row: Row) -> float:
@@ -120,7 +127,7 @@ def cells(rows: Sequence[Row], constants: Sequence[Row], made: Row) -> list[str]
         f"{fmean(late(r['kl']) for r in rows) / TARGET:.2f}",
         f"{fmean(r['late_reward'] for r in rows):.3g}",
         compared(rows, constants, made["means"][name]) if learned else "",
-        f"{100 * fmean(fmean(r['effort']) for r in rows):.1f}",
+        f"{100 * max(fmean(r['effort']) for r in rows):.1f}",
         f"{min(low):.2f}-{max(high):.2f}",
         f"{fmean(r['spread'][0] for r in rows):.2f}→{fmean(late(r['spread']) for r in rows):.2f}",
     ]

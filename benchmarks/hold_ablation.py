@@ -35,7 +35,7 @@ from plants import ensemble, fitted
 FIRST = "FIRST_RATE"
 ROWS: dict[str, dict[str, Any]] = {
     "as it is": {},
-    "BATCH: gradient noise makes no KL (1e-9)": {"BATCH": 1e-9},
+    "BATCH: gradient noise makes no KL (1e-9)": {"BATCH": 1e-9},  # it starts at 0.71 of the computed price then
     "BATCH 128": {"BATCH": 128.0},
     "DOUBT: no floor, no bound of a raise (1e6)": {"DOUBT": 1e6},
     "CEILING: none": {"CEILING": 1e9},

@@ -25,13 +25,13 @@ HELD_OUT_2 = ("letters", "avoid", "noisy sentiment")
 HELD_OUT_3 = ("length", "distinct words", "positive", "turning", "by prompt")
 """Added when the law before this one was settled."""
 HELD_OUT_4 = ("alliteration", "no e", "eight words", "late sentiment")
-"""Added when this law was settled, and run once."""
+"""Added when the law's model was settled; alliteration was looked at again when BATCH was chosen."""
 HELD_OUT_5 = ("capitals", "delayed", "heavy tails", "grade")
 """Written after the constants of the model. The bound of a raise answers the swings of capitals on SmolLM2."""
 HELD_OUT_6 = ("first letter", "echo", "intermittent", "both")
-"""Written when the law with the bound was settled, and run once."""
+"""Written when the bound of a raise was settled; echo was looked at when its time constant was chosen."""
 HELD_OUT_7 = ("word 5 %", "long word", "alphabetical", "negative")
-"""Written when the first price without a clamp was settled, and run once."""
+"""Written when all of the law was settled, and run once."""
 HALVES = {
     "development": DEVELOPMENT,
     "held-out": HELD_OUT,

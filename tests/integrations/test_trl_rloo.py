@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,13 @@ def test_steps_between_two_generations_are_clamped_and_not_steered(trainer: Make
     assert len(logged(t, "klamp/kl")) == 3
     assert len(logged(t, "klamp/effort")) == 6
     assert control.state.updates == 2  # the first generation is the reference's own
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_without_a_clamp_the_first_price_counts_the_completions_of_an_update(trainer: Make, steps: int) -> None:
+    settings = {"per_device_train_batch_size": 32, "steps_per_generation": steps, "num_iterations": 1}
+    _, control = run(trainer(kind="RLOO", max_steps=1, **settings), clamp=False)
+    assert math.exp(control.state.log_rho) == pytest.approx(2**0.5 * 2 * control.state.lowest)  # 32, not 64
 
 
 def test_several_generations_in_one_step(trainer: Make) -> None:

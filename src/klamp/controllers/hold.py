@@ -23,10 +23,10 @@ from klamp.masked import Unit
 
 PRESETS = {"conservative": 0.02, "moderate": 0.08, "aggressive": 0.15}  # nats per token, inside the usual bands
 # The computed price, from spread and length; "given" is a first price where they are not known.
-DOUBT = 2.0  # how far it may be wrong, and so rho's floor; a KL above its target raises rho by sqrt DOUBT at most
-BATCH = 48.0  # at it the noise of n sequences makes BATCH / n of the target KL in a run, and the reward 1 / DOUBT of it
-CEILING = 10.0  # rho rises to CEILING times it at most: the reward is a tenth of the gradient then, and Adam normalises
-TRUST = 4.0  # odds by which an error is put down to the rate rather than to it; to a price that was given, 1 / TRUST
+DOUBT = 2.0  # how far that may be wrong, and so rho's floor; a KL above its target raises rho by sqrt DOUBT at most
+BATCH = 48.0  # sequences in an update whose gradient noise is taken to make the target KL at the computed price
+CEILING = 10.0  # rho rises to CEILING times that at most: the reward is a tenth of the gradient, and Adam normalises
+TRUST = 4.0  # odds by which an error is put down to the rate, not to that price; to a price that was given, 1 / TRUST
 # The model, and how much a reading says.
 FIRST_RATE = 1 / 15  # 15 steps from the reference to the target: runs take 3 to 80, and this is their geometric mean
 RATES = math.log(1 / 400), math.log(1 / 2)  # bounds of log rate: 400 steps are out of reach of a run, 2 are no climb
@@ -105,7 +105,7 @@ class Hold:
 
         To second order in ``1 / beta`` the best policy under it has the target KL. A spread of 0, no signal yet, counts
         as 1. ``length``, mean tokens, is needed unless the target is per sequence. With ``n``, sequences in an update,
-        it starts at ``sqrt(1 / DOUBT + BATCH / n)`` times that, at most twice it: pass ``n`` where nothing clamps.
+        it starts at ``sqrt(1/2 + BATCH / n)`` times that, at most twice it: pass ``n`` where nothing clamps.
         After the first step an ``init_beta`` counts only if it is within a factor of two of the computed price.
         """
         given = base.first_price("Hold", self.init_beta, self.bounds)
@@ -113,7 +113,7 @@ class Hold:
             return HoldState(beta=given, log_rho=math.log(given))
         require_number("spread", spread, at_least=0, way_out="It is the RMS of the advantages in a group.")
         rho = 1 / math.sqrt(2 * base.nats(self.target) * base.tokens("Hold", self.per, length))
-        first = rho if n is None else rho * min(math.sqrt(1 / DOUBT + BATCH / base.sequences(n)), DOUBT)
+        first = rho if n is None else rho * min(math.sqrt(0.5 + BATCH / base.sequences(n)), DOUBT)
         state = HoldState(beta=given, log_rho=math.log(first), lowest=rho / DOUBT, square=min(spread, 1e100) ** 2)
         if self.init_beta is None:
             return replace(state, beta=clip(first * state.spread, *self.bounds))
@@ -191,8 +191,8 @@ def _observe(state: HoldState, ratio: float, signal: float, noise: float) -> Hol
 def _log_price(state: HoldState) -> float:
     """``log rho = log rho* + exponent log x``, with x a step ahead: as it will be when the price acts.
 
-    A computed price is raised while x is above 1: x comes back as fast as momentum lets it. One that was given may be
-    too high, and is lowered below 1, too.
+    A computed price is raised while x is above 1, so that x, but for its momentum, comes back with the time constant of
+    momentum. One that was given may be too high, and is lowered below 1, too.
     """
     ahead = math.log(max(state.x + state.pace, LEAST))
     exponent = clip((SMOOTHING if state.computed else 1 / PATIENCE) * math.exp(-state.log_rate) - 1, 0.0, BOLDEST)

@@ -214,7 +214,7 @@ class KLControl(TrainerCallback):
             )
         # RLOO measures once for a generated batch, of which this step may train on a part only.
         whole = self.trainer._buffered_inputs if isinstance(self.trainer, RLOOTrainer) and len(logged) == 1 else None
-        table = [Step(*row) for row in reduce(self.trainer, [_count(b) for b in whole or batches])]
+        table = self._counted(whole or batches)
         step = Step(*(sum(column) for column in zip(*table, strict=True)))
         if not logged:
             return None, step
@@ -223,6 +223,10 @@ class KLControl(TrainerCallback):
         total = math.fsum(kl * n for kl, n in zip(logged, tokens, strict=True))
         return total / max(step.tokens if self.per == "token" else step.rows, 1.0), step
 
+    def _counted(self, batches: Sequence[Inputs]) -> list[Step]:
+        """What each of some batches holds, over all processes."""
+        return [Step(*row) for row in reduce(self.trainer, [_count(b) for b in batches])]
+
     def _update(self, at: int, kl: float | None, step: Step) -> None:
         """The control after this step: clamped on its own tokens, and at the next price.
 
@@ -230,8 +234,8 @@ class KLControl(TrainerCallback):
         reference itself, where it has nothing to act on.
         """
         if not self.settled and self.feed_forward and (spread := self._spread(step)) is not None:
-            rows = max(step.rows, 1.0)
-            self.control = self.control.init(spread=spread, length=step.tokens / rows, n=rows)
+            own = sum(part.rows for part in self._counted(self.recorder.batches))  # of RLOO's step the whole is more
+            self.control = self.control.init(spread=spread, length=step.tokens / max(step.rows, 1.0), n=own or None)
         self.settled = True
         self.moved = self.moved or (kl is not None and not abs(kl) <= MOVED * (self.target or 1.0))
         read = self.control.before_update(
