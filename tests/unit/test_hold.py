@@ -309,8 +309,8 @@ def test_on_plants_fitted_to_recorded_runs_the_price_alone_brings_kl_near_the_ta
 
     for name, plant in fitted.SMOLLM2.items():
         found = fitted.run(plant)
-        assert 0.85 < found.late < 1.1, name
-        assert found.highest < 1.4, name
+        assert 0.8 < found.late < 1.1, name
+        assert found.highest < 1.35, name
     for name, plant in fitted.TINY.items():  # gradient noise moves them, and the price that holds them rises
         found = fitted.run(plant)
         assert 0.95 < found.late < 1.2, name
@@ -602,13 +602,32 @@ def test_a_first_batch_without_signal_says_nothing_about_a_price_of_ones_own() -
     assert hold.update(state, 0.0, spread=0.1).beta == pytest.approx(0.074)
 
 
-def test_above_the_target_the_price_is_raised_by_the_root_of_two_at_most() -> None:
+@given(
+    kls=st.lists(st.floats(0.0, 5.0), min_size=2, max_size=60),
+    spreads=st.lists(st.sampled_from([0.0, 0.2, 1.0, 3.0]), min_size=60, max_size=60),
+)
+@settings(max_examples=60)
+def test_beside_the_spread_a_computed_price_falls_by_2_and_rises_by_4_percent_a_step_at_most(
+    kls: list[float], spreads: list[float]
+) -> None:
+    hold = Hold(0.05, "token", bounds=(0.0, math.inf))
+    state = hold.update(hold.init(spread=1.0, length=24.0), kls[0], spread=spreads[0])
+    for kl, spread in zip(kls[1:], spreads[1:], strict=False):
+        after = hold.update(state, kl, spread=spread)
+        change = math.log(after.beta / after.spread) - math.log(state.beta / state.spread)
+        assert -0.02 - 1e-6 <= change <= 0.04 + 1e-6
+        state = after
+
+
+def test_a_kl_that_stays_above_its_target_raises_the_price_however_calmly() -> None:
     hold = Hold(0.05, "token")
     state = start = hold.init(spread=1.0, length=24.0)
     for kl in (0.01, 0.02, 0.03, 0.05, 0.06, 0.07, 0.09, 0.12, 0.12, 0.12):
         state = hold.update(state, kl, spread=1.0)
-        assert state.beta <= math.exp(state.log_rho) * 2**0.5 * (1 + 1e-6)
-    assert state.beta > 1.3 * start.beta
+    assert 1.3 * start.beta < state.beta < 1.4 * start.beta  # by 4 % in each of the last eight steps
+    for _ in range(30):
+        state = hold.update(state, 0.12, spread=1.0)
+    assert state.beta > 3.5 * start.beta
 
 
 def test_one_wild_reading_hardly_moves_the_price() -> None:
@@ -650,7 +669,7 @@ def test_the_law_fits_on_a_page() -> None:
     source = Path(hold.__file__).read_text().splitlines()
     named = {name for name in vars(hold) if name.isupper()} - {"PRESETS"}
     assert len(source) <= 200
-    assert len(named) <= 14, named
+    assert len(named) <= 15, named
     assert len(fields(HoldState)) <= 10
     assert not (Path(hold.__file__).parent / "belief.py").exists()
 

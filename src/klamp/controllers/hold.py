@@ -22,19 +22,18 @@ from klamp.errors import require_number, unknown
 from klamp.masked import Unit
 
 PRESETS = {"conservative": 0.02, "moderate": 0.08, "aggressive": 0.15}  # nats per token, inside the usual bands
-# The computed price, from spread and length; "given" is a first price where they are not known.
-DOUBT = 2.0  # how far that may be wrong, and so rho's floor; a KL above its target raises rho by sqrt DOUBT at most
+DOUBT = 2.0  # how far a price computed from spread and length may be wrong, and so rho's floor
 BATCH = 48.0  # sequences in an update whose gradient noise is taken to make the target KL at the computed price
 CEILING = 10.0  # rho rises to CEILING times that at most: the reward is a tenth of the gradient, and Adam normalises
 TRUST = 4.0  # odds by which an error is put down to the rate, not to that price; to a price that was given, 1 / TRUST
-# The model, and how much a reading says.
 FIRST_RATE = 1 / 15  # 15 steps from the reference to the target: runs take 3 to 80, and this is their geometric mean
 RATES = math.log(1 / 400), math.log(1 / 2)  # bounds of log rate: 400 steps are out of reach of a run, 2 are no climb
 LEAST = 1e-3  # the least x: a KL of a millionth of its target is none
 SMOOTHING = 0.28  # weight of the newest step in the pace: delays of 1 to 5 steps and Adam's ten, met in the middle
 DRIFT, NOISE = 0.1, 0.07  # relative change of rho* in a step; relative error of a reading of x, unless it is larger
 FASTEST = 0.3  # the largest bandwidth: a faster observer follows the swings that momentum makes, and amplifies them
-SURPRISE = 0.3  # the most by which one reading raises x, relative to its forecast: it doubles the price at most
+SURPRISE = 0.3  # the most by which one reading raises x, relative to its forecast: a given price doubles at most
+CALM = 0.02  # a computed rho falls by 2 % a step at most, and rises by 4 %: it keeps up with 1.3 %, and not with swings
 PATIENCE = 24.0  # steps to the target beyond which a price that was given is pushed
 BOLDEST = 6.0  # the highest power; and a price that was given goes down to rho* / BOLDEST at most
 
@@ -103,10 +102,10 @@ class Hold:
     def init(self, *, spread: float | None = None, length: float | None = None, n: float | None = None) -> HoldState:
         """``beta = init_beta`` where it is set, otherwise ``spread / sqrt(2 target per sequence)``: the computed price.
 
-        To second order in ``1 / beta`` the best policy under it has the target KL. A spread of 0, no signal yet, counts
-        as 1. ``length``, mean tokens, is needed unless the target is per sequence. With ``n``, sequences in an update,
-        it starts at ``sqrt(1/2 + BATCH / n)`` times that, at most twice it: pass ``n`` where nothing clamps.
-        After the first step an ``init_beta`` counts only if it is within a factor of two of the computed price.
+        To second order in ``1 / beta`` the best policy under it has the target KL. A spread of 0 counts as 1.
+        ``length``, mean tokens, is needed unless the target is per sequence. With ``n``, sequences in an update, it
+        starts at ``sqrt(1/2 + BATCH / n)`` times that, at most twice it: pass ``n`` where nothing clamps. After the
+        first step an ``init_beta`` counts only within a factor of two of the computed price.
         """
         given = base.first_price("Hold", self.init_beta, self.bounds)
         if spread is None or (spread == 0 and self.init_beta is not None):
@@ -132,11 +131,12 @@ class Hold:
     ) -> HoldState:
         """The state after observing ``kl``, good to ``noise``, relative to it (``n`` is not used).
 
-        ``effort`` (``Clamped.effort``) is what a clamp undid: the model goes on from x without it, so all of it counts
-        as climb. ``spread`` keeps its last value where none is given.
+        ``effort`` is what a clamp undid: all of it counts as climb. ``spread`` keeps its last value without a new one.
         """
         if left_out := base.skip(state, kl, HoldState):
             return left_out
+        free = state.updates > 0 and self.bounds[0] < state.beta < self.bounds[1]  # no first step, and at no bound
+        last = math.log(state.beta) - math.log(state.spread) if state.computed and free else None
         state, signal = _driven(state, spread)
         before = state.log_rho
         ratio = max(base.observed(kl), 0.0) / base.nats(self.target)
@@ -146,9 +146,9 @@ class Hold:
         low, high = (math.log(clip(b, base.SMALLEST, base.LARGEST)) - math.log(state.spread) for b in self.bounds)
         if state.computed:
             low, high = max(low, math.log(state.lowest)), min(high, math.log(CEILING * DOUBT * state.lowest))
-        # No wind-up at a bound. It is never nearer than the value before, so a spread that shrinks does not move rho*.
+        # No wind-up at a bound. It is never nearer than the value before: a spread that shrinks does not move rho*.
         state = replace(state, log_rho=clip(state.log_rho, min(low, before), max(high, before)))
-        rho = math.exp(clip(_log_price(state), low - 1e-9, high + 1e-9))  # the margin: rounding must not miss a bound
+        rho = math.exp(clip(_log_price(state, last), low - 1e-9, high + 1e-9))  # rounding must not miss a bound
         return replace(state, beta=clip(state.spread * rho, *self.bounds))
 
 
@@ -188,13 +188,13 @@ def _observe(state: HoldState, ratio: float, signal: float, noise: float) -> Hol
     return replace(state, steps=count, x=x, pace=pace, log_rate=log_rate, log_rho=log_rho)
 
 
-def _log_price(state: HoldState) -> float:
+def _log_price(state: HoldState, last: float | None) -> float:
     """``log rho = log rho* + exponent log x``, with x a step ahead: as it will be when the price acts.
 
     A computed price is raised while x is above 1, so that x, but for its momentum, comes back with the time constant of
-    momentum. One that was given may be too high, and is lowered below 1, too.
+    momentum; from its ``last`` value it moves slowly. One that was given may be too high, and is lowered below 1, too.
     """
     ahead = math.log(max(state.x + state.pace, LEAST))
     exponent = clip((SMOOTHING if state.computed else 1 / PATIENCE) * math.exp(-state.log_rate) - 1, 0.0, BOLDEST)
-    low, high = (0.0, math.log(DOUBT) / 2) if state.computed else (-math.log(BOLDEST), math.inf)
-    return state.log_rho + clip(exponent * ahead, low, high)
+    wanted = state.log_rho + max(exponent * ahead, 0.0 if state.computed else -math.log(BOLDEST))
+    return wanted if last is None else clip(wanted, last - CALM, last + 2 * CALM)
