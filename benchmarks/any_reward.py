@@ -3,10 +3,12 @@
     python benchmarks/any_reward.py --half development --out dev.jsonl              # tiny, two processes
     python benchmarks/any_reward.py --half held-out --out held.jsonl
     python benchmarks/any_reward.py --show held.jsonl dev.jsonl                     # tables of finished runs
+    python benchmarks/any_reward.py --page                                          # those of docs/results.md
 
 One line a run is appended to ``--out`` as it finishes; a second call takes up where the first ended. Runs at constant
 prices, in which no controller has a part, are kept beside this file (``--reuse`` takes others; ``--reuse`` without a
 file runs all of them again, as after a change to the trainer). ``--models smollm2`` runs on a GPU.
+``--set optim.lr=6e-3`` gives every run another setting of ``klamp train``; its tables stand apart.
 For each reward and learning rate the table has the highest KL, KL in the last third, the reward gained there as a share
 of what constant prices gain at the same KL, the clamp's effort, and the price over ``rho0 spread``.
 """
@@ -35,6 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import many_rewards
 
 CONSTANTS = Path(__file__).with_name("any_reward_constants.jsonl.gz")
+HELD = Path(__file__).with_name("any_reward_hold.jsonl.gz")
+"""Runs of Hold as it is, those of docs/results.md."""
 TARGET, LIMIT = 0.05, 1.1
 GROUP = 8
 FRESH = 256
@@ -76,6 +80,8 @@ class Job:
     """0: the usual learning rate, 1: a tenth of it."""
     arm: str
     seed: int
+    settings: str = ""
+    """``optim.lr=6e-3 full=true``: fields of klamp train's configuration that are not as usual."""
 
 
 def constant(arm: str) -> bool:
@@ -98,7 +104,7 @@ def jobs(model: str, half: str, given: argparse.Namespace) -> Iterator[Job]:
                 if seed == 0 and rate == 0:
                     wanted += [a for a in ("static", "ziegler", "ff-clamp") if a in arms]
                 for arm in wanted:
-                    yield Job(model, reward, rate, arm, seed)
+                    yield Job(model, reward, rate, arm, seed, " ".join(given.set))
 
 
 def calibration(model: str) -> dict[str, Any]:
@@ -150,6 +156,7 @@ class _trainer:
         self.job, self.known, self.steps = job, known, steps
 
     def __enter__(self) -> Any:
+        from klamp.experiments import sweep_grammar
         from klamp.train.config import KLConfig, OptimConfig, RolloutConfig, TrainConfig
         from klamp.train.loop import Trainer
 
@@ -170,6 +177,8 @@ class _trainer:
             rollout=RolloutConfig(prompts=made.prompts, group_size=GROUP, max_tokens=made.tokens),
             optim=OptimConfig(lr=made.rates[job.rate]),
         )
+        if job.settings:
+            config = sweep_grammar.apply(config, dict(map(sweep_grammar.assignment, job.settings.split())))
         reward = many_rewards.reward(job.reward, self.known["words"], job.seed)
         return Trainer(config, rewards=[reward], quiet=True)
 
@@ -268,7 +277,8 @@ def latest(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def key(row: dict[str, Any]) -> str:
     """What a line is the result of."""
     reward = row.get("reward_name", row.get("reward"))
-    return "/".join(map(str, (row["model"], reward, row.get("rate"), row.get("arm"), row.get("seed"))))
+    parts = (row["model"], reward, row.get("rate"), row.get("arm"), row.get("seed"))
+    return "/".join(map(str, (*parts, *filter(None, [row.get("settings")]))))
 
 
 def reused(paths: Sequence[Path]) -> list[dict[str, Any]]:
@@ -301,8 +311,9 @@ def work(given: argparse.Namespace) -> None:
         todo = {m: [j for j in listed if key(asdict(j)) not in have] for m, listed in todo.items()}
         _drain(pools, workers, todo, have, keep, end)
     for pool in pools.values():
+        processes = list((pool._processes or {}).values())  # shutdown forgets them
         pool.shutdown(wait=False, cancel_futures=True)
-        for process in list((pool._processes or {}).values()):
+        for process in processes:
             process.kill()
 
 
@@ -329,6 +340,16 @@ def _drain(pools: Any, workers: dict[str, int], todo: Any, have: Any, keep: Any,
             print(f"{done} of {total} runs, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
 
 
+def pages() -> Iterator[tuple[str, list[str]]]:
+    """The tables of docs/results.md, from the runs that are kept."""
+    import any_reward_tables
+
+    rows = read([CONSTANTS, HELD])
+    for model in SETTINGS:
+        for arm in any_reward_tables.COLUMNS:
+            yield f"{model} {arm}", any_reward_tables.page(rows, model, arm)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--half", nargs="+", choices=tuple(many_rewards.HALVES), default=["development"])
@@ -343,13 +364,24 @@ def main() -> None:
     parser.add_argument(
         "--arms", nargs="+", default=every, help=f"of {', '.join(every)}, or hold@SURPRISE=0.5,DRIFT=0.03"
     )
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="other settings of klamp train: optim.lr=6e-3 full=true",
+    )
     parser.add_argument("--out", type=Path, default=Path("any_reward.jsonl"))
     parser.add_argument(
         "--reuse", nargs="*", type=Path, default=[CONSTANTS], help="files of earlier runs to take constants from"
     )
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after so long; runs under way are given up")
     parser.add_argument("--show", nargs="+", type=Path, help="only print the tables of these files")
+    parser.add_argument("--page", action="store_true", help="only print the tables of docs/results.md, in Markdown")
     given = parser.parse_args()
+    if given.page:
+        print("\n".join(line for _, lines in pages() for line in [*lines, ""]))
+        return
     if not given.show:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

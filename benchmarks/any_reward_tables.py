@@ -84,14 +84,18 @@ def compared(rows: Sequence[Row], constants: Sequence[Row], reference: float) ->
     """The gain in per cent with its 95 % interval, from the jackknife over seeds.
 
     Runs of one seed share their prompts and their first completions, so a seed is left out of both at once: what it
-    does to both cancels. Where they have other seeds the interval is a little too wide. Its degrees of freedom are
-    those of the arm, or of the constant near it, with fewest seeds.
+    does to both cancels; constants of other seeds count only where there are none of the arm's. Its degrees of freedom
+    are those of the arm, or of the constant near it, with fewest seeds.
     """
+    seeds, x = {r["seed"] for r in rows}, fmean(point(row)[0] for row in rows)
+    paired = [c for c in constants if c["seed"] in seeds]
+    if [arm for arm, _, _ in around(x, paired)] == [arm for arm, _, _ in around(x, constants)]:
+        constants = paired
     ratio = gain(rows, constants, reference)
     if ratio is None:
         return ""
     own, theirs = ({r["seed"] for r in part} for part in (rows, constants))
-    near = [arm for arm, _, _ in around(fmean(point(row)[0] for row in rows), constants)]
+    near = [arm for arm, _, _ in around(x, constants)]
     fewest = min(len(own), *(sum(c["arm"] == arm for c in constants) for arm in near))
     if fewest < 2:
         return f"{100 * ratio:.0f}"
@@ -108,29 +112,78 @@ def compared(rows: Sequence[Row], constants: Sequence[Row], reference: float) ->
     return f"{100 * ratio:.0f} ± {100 * student(fewest - 1) * error:.0f}"
 
 
+def target(row: Row) -> float:
+    """The target of a run: the usual one unless its settings have another."""
+    given = dict(pair.split("=", 1) for pair in row.get("settings", "").split())
+    return float(given.get("kl.target", TARGET))
+
+
 def over(row: Row) -> float:
     """The highest reading over the limit, freed of twice its own noise."""
     noisy = zip(row["kl"], row.get("noise", [0.0] * len(row["kl"])), strict=True)
-    return max(kl / (1 + 1.96 * noise) for kl, noise in noisy) / (LIMIT * TARGET)
+    return max(kl / (1 + 1.96 * noise) for kl, noise in noisy) / (LIMIT * target(row))
 
 
 def cells(rows: Sequence[Row], constants: Sequence[Row], made: Row) -> list[str]:
     """One arm on one reward, with the calibration of its model."""
-    low, high = zip(*(prices(r, made["price"] / UNIT) for r in rows), strict=True)
-    name = rows[0]["reward_name"]
+    aim, name = target(rows[0]), rows[0]["reward_name"]
+    computed = made["price"] / UNIT * math.sqrt(TARGET / aim)
+    low, high = zip(*(prices(r, computed) for r in rows), strict=True)
     learned = constants and name not in many_rewards.NOTHING
     return [
         str(len(rows)),
-        f"{max(max(r['kl']) for r in rows) / TARGET:.2f}",
+        f"{max(max(r['kl']) for r in rows) / aim:.2f}",
         f"{max(over(r) for r in rows):.2f}",
-        f"{max(r['fresh'][0] for r in rows) / (LIMIT * TARGET):.2f}",
-        f"{fmean(late(r['kl']) for r in rows) / TARGET:.2f}",
+        f"{max(r['fresh'][0] for r in rows) / (LIMIT * aim):.2f}",
+        f"{fmean(late(r['kl']) for r in rows) / aim:.2f}",
         f"{fmean(r['late_reward'] for r in rows):.3g}",
         compared(rows, constants, made["means"][name]) if learned else "",
         f"{100 * max(fmean(r['effort']) for r in rows):.1f}",
         f"{min(low):.2f}-{max(high):.2f}",
         f"{fmean(r['spread'][0] for r in rows):.2f}→{fmean(late(r['spread']) for r in rows):.2f}",
     ]
+
+
+COLUMNS = {
+    "hold": ("reward", "seeds", "highest", "beyond noise / limit", "fresh / limit", "late KL", "gain %", "effort %"),
+    "hold-price": ("reward", "seeds", "highest", "beyond noise", "late KL", "gain %"),
+}
+WIDEST = 50.0
+"""A gain whose interval is wider, in per cent to a side, decides nothing and is not shown."""
+
+
+def page(rows: Sequence[Row], model: str, arm: str) -> list[str]:
+    """The table of docs/results.md for one arm at the usual setting, in Markdown; bold is outside the aims."""
+    made = next(r for r in rows if r["model"] == model and "price" in r)
+    runs = [r for r in rows if "arm" in r and _group(r) == (model, 0, "")]
+    lines = ["| " + " | ".join(COLUMNS[arm]) + " |", "|" + " --- |" * len(COLUMNS[arm])]
+    for name in (name for half in many_rewards.HALVES.values() for name in half if name != "never"):
+        own = [r for r in runs if (r["reward_name"], r["arm"]) == (name, arm)]
+        constants = [r for r in runs if r["reward_name"] == name and r["arm"].startswith("x ")]
+        if own:
+            lines.append("| " + " | ".join([name, *_judged(own, constants, made, arm)]) + " |")
+    return lines
+
+
+def _judged(own: Sequence[Row], constants: Sequence[Row], made: Row, arm: str) -> list[str]:
+    """The cells of one reward in :func:`page`."""
+    seeds, highest, over_limit, ended, settled, _, shown, effort, _, _ = cells(own, constants, made)
+    name, clamped = own[0]["reward_name"], arm == "hold"
+    gained, _, width = shown.partition(" ± ")
+    if shown and (float(width) > WIDEST if width else len(own) > 1):
+        gained = shown = ""
+
+    def bold(text: str, holds: bool) -> str:
+        return text if holds else f"**{text}**"
+
+    short = shown and float(gained) < (97 if clamped else 95)
+    if clamped:
+        within = [bold(over_limit, float(over_limit) <= 1.1), bold(ended, float(ended) <= 1.1)]
+        return [seeds, highest, *within, settled, bold(shown, not short), bold(effort, float(effort) <= 3)]
+    at_most = 2 if name in many_rewards.SPARSE else 1.5
+    beyond = f"{LIMIT * max(map(over, own)):.2f}"
+    near = bold(settled, 0.8 <= float(settled) <= 1.2)
+    return [seeds, bold(highest, float(highest) <= at_most), beyond, near, bold(shown, not short)]
 
 
 HEADINGS = (
@@ -150,11 +203,16 @@ def show(rows: Sequence[Row]) -> None:
         console.print(f"{model}: {made['length']:.1f} tokens, rho0 {made['price'] / UNIT:.3f}, sparse words {words}")
     runs = [row for row in rows if "arm" in row]
     for half, names in many_rewards.HALVES.items():
-        for model in known:
-            for rate in (0, 1):
-                here = [r for r in runs if (r["model"], r["rate"]) == (model, rate) and r["reward_name"] in names]
-                if here:
-                    console.print(table(f"{model}, {half}, {('usual', 'low')[rate]} learning rate", here, known[model]))
+        of_half = [r for r in runs if r["reward_name"] in names]
+        for model, rate, settings in sorted({_group(r) for r in of_half}):
+            here = [r for r in of_half if _group(r) == (model, rate, settings)]
+            title = f"{model}, {half}, {('usual', 'low')[rate]} learning rate"
+            console.print(table(", ".join(filter(None, (title, settings))), here, known[model]))
+
+
+def _group(row: Row) -> tuple[str, int, str]:
+    """Runs that share a table: constants are those of the same setting."""
+    return row["model"], row["rate"], row.get("settings", "")
 
 
 def table(title: str, rows: Sequence[Row], made: Row) -> Table:

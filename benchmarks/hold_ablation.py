@@ -37,7 +37,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "BATCH: gradient noise makes no KL (1e-9)": {"BATCH": 1e-9},  # it starts at 0.71 of the computed price then
     "BATCH 128": {"BATCH": 128.0},
-    "DOUBT: no floor, no bound of a raise (1e6)": {"DOUBT": 1e6},
+    "DOUBT: no floor (1e6)": {"DOUBT": 1e6},
     "CEILING: none": {"CEILING": 1e9},
     "FIRST_RATE 0.5": {FIRST: 0.5},
     "FIRST_RATE 0.005": {FIRST: 0.005},
@@ -49,6 +49,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "NOISE 0.3": {"NOISE": 0.3},
     "FASTEST: no bound": {"FASTEST": 9.0},
     "SURPRISE 5: hardly bounded": {"SURPRISE": 5.0},
+    "CALM: none": {"CALM": 99.0},
+    "CALM 0.01": {"CALM": 0.01},
     "TRUST 1: computed or given": {"TRUST": 1.0},
     "PATIENCE: no push": {"PATIENCE": 1e6},
     "BOLDEST 1.5": {"BOLDEST": 1.5},
