@@ -25,13 +25,13 @@ HELD_OUT_2 = ("letters", "avoid", "noisy sentiment")
 HELD_OUT_3 = ("length", "distinct words", "positive", "turning", "by prompt")
 """Added when the law before this one was settled."""
 HELD_OUT_4 = ("alliteration", "no e", "eight words", "late sentiment")
-"""Added when the law's model was settled; alliteration was looked at again when BATCH was chosen."""
+"""Added when the law's model was settled; alliteration was looked at again when BATCH and CALM were chosen."""
 HELD_OUT_5 = ("capitals", "delayed", "heavy tails", "grade")
-"""Written after the constants of the model. The bound of a raise answers the swings of capitals on SmolLM2."""
+"""Written after the constants of the model; capitals was looked at when CALM was chosen."""
 HELD_OUT_6 = ("first letter", "echo", "intermittent", "both")
-"""Written when the bound of a raise was settled; echo was looked at when its time constant was chosen."""
+"""Written later still; echo was looked at when CALM was chosen."""
 HELD_OUT_7 = ("word 5 %", "long word", "alphabetical", "negative")
-"""Written when all of the law was settled, and run once."""
+"""Written when all but CALM was settled; none of them decided anything."""
 HALVES = {
     "development": DEVELOPMENT,
     "held-out": HELD_OUT,

@@ -85,3 +85,25 @@ def test_the_constants_that_are_kept_are_of_no_controller_and_have_their_calibra
     assert len(runs) > 500
     assert all(any_reward.constant(r["arm"]) and len(r["kl"]) == 60 for r in runs)
     assert {r["model"] for r in rows if "price" in r} == {r["model"] for r in runs} == {"tiny", "smollm2"}
+
+
+def test_the_results_page_shows_what_the_kept_runs_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import any_reward
+
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    tables = dict(any_reward.pages())
+    assert list(tables) == ["tiny hold", "tiny hold-price", "smollm2 hold", "smollm2 hold-price"]
+    for name, lines in tables.items():
+        assert len(lines) > 30, name
+        assert "\n".join(lines) in page, f"{name}: python benchmarks/any_reward.py --page"
+
+
+def test_runs_with_another_target_are_judged_by_it_and_kept_apart(tables: Any) -> None:
+    usual = {"model": "tiny", "reward_name": "vowels", "rate": 0, "arm": "hold", "seed": 0, "kl": [0.02] * 60}
+    other = {**usual, "settings": "kl.target=0.02 optim.lr=3e-3"}
+    assert tables.over({**other, "noise": [0.0] * 60}) == pytest.approx(1 / 1.1)
+    assert tables.over({**usual, "noise": [0.0] * 60}) == pytest.approx(0.4 / 1.1)
+    import any_reward
+
+    assert len(any_reward.latest([usual, other])) == 2
