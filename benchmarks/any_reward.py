@@ -92,7 +92,7 @@ def constant(arm: str) -> bool:
 def jobs(model: str, half: str, given: argparse.Namespace) -> Iterator[Job]:
     """Every run of one half, those that matter most first."""
     arms = given.arms
-    rewards = many_rewards.HALVES[half]
+    rewards = [name for name in many_rewards.HALVES[half] if name in (given.rewards or [name])]
     constants = [f"x {m:g}" for m in given.multiples or SETTINGS[model].multiples]
     few = constants[::2]
     for seed in range(given.seeds):
@@ -353,6 +353,7 @@ def pages() -> Iterator[tuple[str, list[str]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--half", nargs="+", choices=tuple(many_rewards.HALVES), default=["development"])
+    parser.add_argument("--rewards", nargs="+", choices=tuple(many_rewards.WHAT), help="only these of the half")
     parser.add_argument("--models", nargs="+", choices=tuple(SETTINGS), default=["tiny"])
     parser.add_argument("--workers", nargs="+", type=int, default=[2], help="processes of each model")
     parser.add_argument("--seeds", type=int, default=2)
