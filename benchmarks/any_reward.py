@@ -39,6 +39,8 @@ import many_rewards
 CONSTANTS = Path(__file__).with_name("any_reward_constants.jsonl.gz")
 HELD = Path(__file__).with_name("any_reward_hold.jsonl.gz")
 """Runs of Hold as it is, those of docs/results.md."""
+CALIBRATED = ("kl.per", "kl.limit", "rollout.", "model", "seed", "run")
+"""Settings that would need a calibration of their own, or other figures."""
 TARGET, LIMIT = 0.05, 1.1
 GROUP = 8
 FRESH = 256
@@ -92,7 +94,7 @@ def constant(arm: str) -> bool:
 def jobs(model: str, half: str, given: argparse.Namespace) -> Iterator[Job]:
     """Every run of one half, those that matter most first."""
     arms = given.arms
-    rewards = [name for name in many_rewards.HALVES[half] if name in (given.rewards or [name])]
+    rewards = [name for name in many_rewards.HALVES[half] if not given.rewards or name in given.rewards]
     constants = [f"x {m:g}" for m in given.multiples or SETTINGS[model].multiples]
     few = constants[::2]
     for seed in range(given.seeds):
@@ -104,7 +106,7 @@ def jobs(model: str, half: str, given: argparse.Namespace) -> Iterator[Job]:
                 if seed == 0 and rate == 0:
                     wanted += [a for a in ("static", "ziegler", "ff-clamp") if a in arms]
                 for arm in wanted:
-                    yield Job(model, reward, rate, arm, seed, " ".join(given.set))
+                    yield Job(model, reward, rate, arm, seed, " ".join(sorted(given.set)))
 
 
 def calibration(model: str) -> dict[str, Any]:
@@ -240,7 +242,8 @@ def run(job: Job, known: dict[str, Any]) -> dict[str, Any]:
         rows = [json.loads(line) for line in Path(trainer.folder.metrics).read_text().splitlines()]
         found = {name: [float(f"{row.get(key, 0.0):.5g}") for row in rows] for name, key in KEPT.items()}
         name = {"reward_name": job.reward, "late_reward": fmean(probe.found) if probe else 0.0}
-        return {**asdict(job), **name, **found, "fresh": fresh(trainer), "seconds": time.time() - began}
+        made = {"law": checkpoint.LAW, "seconds": time.time() - began}
+        return {**asdict(job), **name, **found, "fresh": fresh(trainer), **made}
 
 
 def fresh(trainer: Any) -> list[float]:
@@ -353,7 +356,9 @@ def pages() -> Iterator[tuple[str, list[str]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--half", nargs="+", choices=tuple(many_rewards.HALVES), default=["development"])
-    parser.add_argument("--rewards", nargs="+", choices=tuple(many_rewards.WHAT), help="only these of the half")
+    parser.add_argument(
+        "--rewards", nargs="+", choices=tuple(many_rewards.WHAT), help="only these, whatever their half"
+    )
     parser.add_argument("--models", nargs="+", choices=tuple(SETTINGS), default=["tiny"])
     parser.add_argument("--workers", nargs="+", type=int, default=[2], help="processes of each model")
     parser.add_argument("--seeds", type=int, default=2)
@@ -383,6 +388,10 @@ def main() -> None:
     if given.page:
         print("\n".join(line for _, lines in pages() for line in [*lines, ""]))
         return
+    if given.rewards:
+        given.half = list(many_rewards.HALVES)
+    if fixed := [pair for pair in given.set if pair.startswith(CALIBRATED)]:
+        parser.error(f"--set {' '.join(fixed)}: prices and figures are those of a target per token and these rollouts")
     if not given.show:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -84,12 +84,13 @@ def compared(rows: Sequence[Row], constants: Sequence[Row], reference: float) ->
     """The gain in per cent with its 95 % interval, from the jackknife over seeds.
 
     Runs of one seed share their prompts and their first completions, so a seed is left out of both at once: what it
-    does to both cancels; constants of other seeds count only where there are none of the arm's. Its degrees of freedom
-    are those of the arm, or of the constant near it, with fewest seeds.
+    does to both cancels. Constants of other seeds count only where those of the arm's do not lie on both sides. The
+    degrees of freedom are those of the arm, or of the constant near it, with fewest seeds.
     """
     seeds, x = {r["seed"] for r in rows}, fmean(point(row)[0] for row in rows)
     paired = [c for c in constants if c["seed"] in seeds]
-    if [arm for arm, _, _ in around(x, paired)] == [arm for arm, _, _ in around(x, constants)]:
+    between = around(x, paired)
+    if len(between) == 2 and between[0][1] <= x:
         constants = paired
     ratio = gain(rows, constants, reference)
     if ratio is None:
@@ -149,7 +150,7 @@ COLUMNS = {
     "hold-price": ("reward", "seeds", "highest", "beyond noise", "late KL", "gain %"),
 }
 WIDEST = 50.0
-"""A gain whose interval is wider, in per cent to a side, decides nothing and is not shown."""
+"""A gain of several runs whose interval is wider, in per cent to a side, or unknown, is not shown."""
 
 
 def page(rows: Sequence[Row], model: str, arm: str) -> list[str]:

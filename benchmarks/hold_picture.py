@@ -5,6 +5,7 @@ python benchmarks/hold_picture.py docs/images/hold.png
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from pathlib import Path
@@ -63,4 +64,6 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "hold.png")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", nargs="?", default="hold.png", help="the picture to write")
+    main(parser.parse_args().path)

@@ -90,7 +90,12 @@ def test_the_constants_that_are_kept_are_of_no_controller_and_have_their_calibra
 def test_the_results_page_shows_what_the_kept_runs_give(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import any_reward
+    from klamp.train.checkpoint import LAW
 
+    runs = any_reward.read([any_reward.HELD])
+    assert {run["law"] for run in runs} == {LAW}, (
+        "Hold has changed: run the benchmark again, or say on the page that it has"
+    )
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     tables = dict(any_reward.pages())
     assert list(tables) == ["tiny hold", "tiny hold-price", "smollm2 hold", "smollm2 hold-price"]
