@@ -191,8 +191,8 @@ def _observe(state: HoldState, ratio: float, signal: float, noise: float) -> Hol
 def _log_price(state: HoldState, last: float | None) -> float:
     """``log rho = log rho* + exponent log x``, with x a step ahead: as it will be when the price acts.
 
-    A computed price is raised while x is above 1, for x to come back with the time constant of momentum, as far as it may
-    move from its ``last`` value. One that was given may be too high, and is lowered below 1, too.
+    A computed price is raised while x is above 1, for x to come back with the time constant of momentum, as far as it
+    may move from its ``last`` value. One that was given may be too high, and is lowered below 1, too.
     """
     ahead = math.log(max(state.x + state.pace, LEAST))
     exponent = clip((SMOOTHING if state.computed else 1 / PATIENCE) * math.exp(-state.log_rate) - 1, 0.0, BOLDEST)
