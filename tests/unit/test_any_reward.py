@@ -104,6 +104,27 @@ def test_the_results_page_shows_what_the_kept_runs_give(monkeypatch: pytest.Monk
         assert "\n".join(lines) in page, f"{name}: python benchmarks/any_reward.py --page"
 
 
+def test_the_kept_runs_are_of_the_law_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they read, put through Hold again, gives the prices that they were charged."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import any_reward
+    from klamp.controllers.hold import Hold
+
+    hold, runs = Hold(0.05, "token"), [r for r in any_reward.read([any_reward.HELD]) if r["model"] == "tiny"]
+    assert len(runs) > 600
+    for run in runs:
+        n = 4 * any_reward.GROUP if run["arm"] == "hold-price" else None
+        raised = 1.0 if n is None else math.sqrt(0.5 + 48 / n)
+        length = (raised * (run["spread"][0] or 1) / run["beta"][0]) ** 2 / (2 * hold.target)
+        state = hold.init(spread=run["spread"][0], length=length, n=n)
+        for i, beta in enumerate(run["beta"][1:]):
+            seen = {name: run[name][i] for name in ("effort", "spread", "noise")}
+            state = hold.update(state, run["kl"][i], **seen)
+            assert state.beta == pytest.approx(beta, rel=2e-3), (
+                "four digits are kept, of the first price too: 5e-4 each"
+            )
+
+
 def test_runs_with_another_target_are_judged_by_it_and_kept_apart(tables: Any) -> None:
     usual = {"model": "tiny", "reward_name": "vowels", "rate": 0, "arm": "hold", "seed": 0, "kl": [0.02] * 60}
     other = {**usual, "settings": "kl.target=0.02 optim.lr=3e-3"}
