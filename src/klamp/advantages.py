@@ -43,7 +43,9 @@ def group_advantages(
     keep = as_mask(valid, rewards).view(-1, group_size)
     r = select(rewards.view(-1, group_size), keep)
     count = keep.sum(1, keepdim=True)
-    centred = select(r - r.sum(1, keepdim=True) / count.clamp(min=1), keep)
+    # Equal rewards say nothing, and their mean may miss them by rounding, which the division would blow up.
+    tied = select(r, keep, -torch.inf).amax(1, keepdim=True) == select(r, keep, torch.inf).amin(1, keepdim=True)
+    centred = select(r - r.sum(1, keepdim=True) / count.clamp(min=1), keep & ~tied)
     if std:
         variance = (centred * centred).sum(1, keepdim=True) / (count - correction).clamp(min=1)
         centred = centred / (variance.sqrt() + eps)

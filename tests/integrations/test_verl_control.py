@@ -69,6 +69,20 @@ def test_a_price_that_was_given_is_charged_first_and_counts_if_it_is_near_the_co
     assert near.state.log_rho == pytest.approx(computed + math.log(0.7))
 
 
+def test_equal_scores_have_no_spread_though_their_mean_is_rounded() -> None:
+    data = batch(0)
+    data.batch["token_level_scores"] = torch.zeros(8, 6)
+    data.batch["token_level_scores"][:, -1] = torch.tensor([0.7] * 7 + [0.1])  # in groups of three, three and two
+    data.non_tensor_batch["uid"] = [0, 0, 0, 1, 1, 1, 2, 2]
+    verl = made()
+    verl.observe(data)
+    assert verl.spread == pytest.approx(math.sqrt(2 * 0.3**2 / 5))  # of five degrees of freedom, all in the third group
+    data.batch["token_level_scores"][7, -1] = 0.7
+    again = made()
+    again.observe(data)
+    assert (again.spread, again.told, again.value) == (0.0, False, made().value)
+
+
 def test_it_goes_on_from_its_file(tmp_path: Path) -> None:
     first = made()
     for step in range(3):

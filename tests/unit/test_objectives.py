@@ -76,6 +76,19 @@ def test_a_group_without_spread_has_no_advantage() -> None:
     assert torch.equal(group_advantages(torch.full((8,), 0.3, dtype=D), 4), torch.zeros(8, dtype=D))
 
 
+@pytest.mark.parametrize("size", [3, 6, 7, 10])
+@pytest.mark.parametrize("reward", [0.1, 0.7, -3.3, 700.1, 1e6 + 0.1])
+def test_equal_rewards_have_no_advantage_though_their_mean_is_rounded(reward: float, size: int) -> None:
+    alike = torch.full((size,), reward)
+    assert torch.equal(group_advantages(alike, size), torch.zeros(size))
+    left_out = torch.arange(size) == 1
+    other = torch.where(left_out, math.nan, alike)
+    assert torch.equal(group_advantages(other, size, valid=~left_out), torch.zeros(size))
+    told = group_advantages(torch.cat([alike, torch.arange(size)]), size)
+    assert told[:size].eq(0).all()
+    assert told[size:].square().mean() > 0.5, "and the others have theirs"
+
+
 @given(
     rewards=st.lists(floats, min_size=8, max_size=8),
     shift=floats,

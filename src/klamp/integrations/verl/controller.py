@@ -225,7 +225,8 @@ def _spread(data: Any) -> float:
         groups.setdefault(i if uids is None else str(uids[i]), []).append(i)
     several = [scores[rows] for rows in groups.values() if len(rows) > 1] or [scores]
     freedom = sum(len(x) - 1 for x in several)
-    spread = math.sqrt(sum(float((x - x.mean()).square().sum()) for x in several) / freedom) if freedom else 0.0
+    told = [x for x in several if len(x) > 1 and bool(x.max() > x.min())]  # the mean of equal scores is rounded
+    spread = math.sqrt(sum(float((x - x.mean()).square().sum()) for x in told) / freedom) if told else 0.0
     return spread if math.isfinite(spread) else 0.0
 
 
