@@ -224,6 +224,7 @@ KEPT = {
     "beta": "kl/beta",
     "reward": "reward/mean",
     "spread": "policy/spread",
+    "share": "policy/share",
     "effort": "kl/clamp/effort",
 }
 

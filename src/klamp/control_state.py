@@ -32,6 +32,8 @@ class BatchKL:
     """KL before the update as ``measure`` reads it; ``kl`` unless told otherwise."""
     steers: bool = True
     """Whether the price follows it."""
+    share: float = 1.0
+    """Of the groups that show a signal."""
 
 
 @dataclass(frozen=True)

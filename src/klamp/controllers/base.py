@@ -20,6 +20,8 @@ from klamp.masked import Unit, check_unit
 from klamp.strict_json import from_plain
 
 Bounds = tuple[float, float]
+Known = float | None
+"""A number, or None where it is not known."""
 SMALLEST, LARGEST = 1e-300, 1e300
 """Where a price without bounds stops, before a float underflows to 0 or overflows."""
 
@@ -141,13 +143,14 @@ FIRST_BETA = 0.1
 class Controller(Protocol):
     """Settings with ``init`` and a pure ``update``. Each rule takes what it needs of a reading and ignores the rest."""
 
-    def init(self, *, spread: float | None = None, length: float | None = None, n: float | None = None) -> State:
+    def init(self, *, spread: Known = None, length: Known = None, n: Known = None, share: float = 1.0) -> State:
         """The state before the first update.
 
         Args:
             spread: RMS of the first batch's advantages within a prompt, where it is known.
             length: mean number of tokens in a completion, where it is known.
             n: sequences in an update, where they are known and no clamp holds KL beside the price.
+            share: of the groups in it that show a signal: whose completions differ in their reward.
 
         Returns:
             The state with the first price.
@@ -161,8 +164,9 @@ class Controller(Protocol):
         n: int = 1,
         *,
         effort: float = 0.0,
-        spread: float | None = None,
-        noise: float | None = None,
+        spread: Known = None,
+        noise: Known = None,
+        share: float = 1.0,
     ) -> State:
         """The state after a reading.
 
@@ -173,6 +177,7 @@ class Controller(Protocol):
             effort: what a clamp undid of the step before (``Clamped.effort``).
             spread: RMS of the batch's advantages within a prompt.
             noise: relative standard error of ``kl``.
+            share: of the groups that show a signal.
 
         Returns:
             The next state; ``state`` stays as it is.
@@ -181,12 +186,12 @@ class Controller(Protocol):
 
 
 def begin(controller: Controller, **known: float | None) -> State:
-    """``controller.init`` with the ``spread``, ``length`` and ``n`` that are known, as far as it takes them."""
-    return controller.init(**_taken(type(controller).init, known))
+    """``controller.init`` with what is ``known``, ``spread`` and ``length`` for example, as far as it takes it."""
+    return controller.init(**_taken(type(controller).init, known))  # type: ignore[arg-type]
 
 
 def advance(controller: Controller, state: Any, kl: float, n: int = 1, **known: float | None) -> State:
-    """``controller.update`` with the ``effort``, ``spread`` and ``noise`` that are known, as far as it takes them.
+    """``controller.update`` with what is ``known``, ``effort`` and ``spread`` for example, as far as it takes it.
 
     klamp's controllers take all of them; one written for ``update(state, kl, n)`` gets these alone.
     """
@@ -336,6 +341,12 @@ def tokens(name: str, per: Unit | None, length: float | None) -> float:
 def sequences(n: float) -> float:
     """How many sequences are in an update."""
     return require_number("n", n, above=0, way_out="It is the sequences in an update.")
+
+
+def fraction(share: float) -> float:
+    """The share of the groups that show a signal."""
+    require_number("share", share, above=0, way_out="It is the share of the groups that show a signal; 1 for all.")
+    return min(share, 1.0)
 
 
 def check_bounds(name: str, bounds: Bounds | None, *, around: float | None = None, field: str = "init_beta") -> None:

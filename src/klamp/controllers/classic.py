@@ -2,7 +2,7 @@
 
 Ziegler et al. 2019 (arXiv 1909.08593 §2.2), as ROLL, trlx, verl and OpenRLHF have it; the exponential rule of the PPO
 tutorial; the doubling rule of PPO (arXiv 1707.06347 §4); a constant and a schedule. They go by the KL alone, Ziegler's
-also by the number of sequences: ``effort``, ``spread``, ``noise`` and ``length`` change nothing.
+also by the number of sequences: ``effort``, ``spread``, ``noise``, ``share`` and ``length`` change nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from klamp.controllers.base import (
     Bounds,
+    Known,
     State,
     Target,
     check_bounds,
@@ -37,8 +38,9 @@ class Rule:
         n: int = 1,
         *,
         effort: float = 0.0,
-        spread: float | None = None,
-        noise: float | None = None,
+        spread: Known = None,
+        noise: Known = None,
+        share: float = 1.0,
     ) -> State:
         """The state after a reading.
 
@@ -46,7 +48,7 @@ class Rule:
             state: what ``init`` or the last ``update`` returned; it is left as it is.
             kl: the batch's KL, in the unit of the target.
             n: sequences behind ``kl``.
-            effort, spread, noise: not used by these rules.
+            effort, spread, noise, share: not used by these rules.
 
         Returns:
             The new state.
@@ -71,7 +73,7 @@ class Fixed(Rule):
     def __post_init__(self) -> None:
         require_number("Fixed.beta", self.beta, at_least=0, way_out="A price is never negative; 0 only measures.")
 
-    def init(self, *, spread: float | None = None, length: float | None = None, n: float | None = None) -> State:
+    def init(self, *, spread: Known = None, length: Known = None, n: Known = None, share: float = 1.0) -> State:
         """The constant, before any update."""
         return State(beta=float(self.beta))
 
@@ -93,7 +95,7 @@ class Scheduled(Rule):
                 "For a constant use Fixed(beta=...)."
             )
 
-    def init(self, *, spread: float | None = None, length: float | None = None, n: float | None = None) -> State:
+    def init(self, *, spread: Known = None, length: Known = None, n: Known = None, share: float = 1.0) -> State:
         """``schedule(0)``."""
         return State(beta=self._price(0))
 
@@ -122,7 +124,7 @@ class TargetRule(Rule):
         way_out = "The rule multiplies beta, so 0 would stay 0; use Fixed(beta=0.0) to measure only."
         require_number(f"{type(self).__name__}.init_beta", self.init_beta, above=0, way_out=way_out)
 
-    def init(self, *, spread: float | None = None, length: float | None = None, n: float | None = None) -> State:
+    def init(self, *, spread: Known = None, length: Known = None, n: Known = None, share: float = 1.0) -> State:
         """``init_beta``."""
         return State(beta=float(self.init_beta))
 

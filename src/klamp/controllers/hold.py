@@ -6,9 +6,9 @@ optimiser moves x by ``rate`` a step; the price pulls x back in proportion to x:
     pace <- running mean, as the optimiser's momentum makes it, of  rate (signal - x rho / rho*)
     x    <- x + pace
 
-``rho = beta / spread`` is the price in units of ``spread``, the RMS of the advantages within a prompt; under ``rho*`` x
-settles at 1. Each reading of KL is compared with the forecast. As far as the price holds x back, the error corrects
-``rho*``, otherwise ``rate``. So a KL that is low because learning is slow, or has not begun, hardly lowers the price.
+``rho = beta / spread`` is the price in units of ``spread``, the RMS of the advantages in groups that show a signal.
+Under ``rho*`` x settles at 1. Each reading of KL is compared with the forecast. As far as the price holds x back, the
+error corrects ``rho*``, otherwise ``rate``. So a KL that is low because learning is slow hardly lowers the price.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass, replace
 
 from klamp.controllers import base
-from klamp.controllers.base import Bounds, State, clip
+from klamp.controllers.base import Bounds, Known, State, clip
 from klamp.errors import require_number, unknown
 from klamp.masked import Unit
 
@@ -63,10 +63,9 @@ class HoldState(State):
 
     def retargeted(self, old: float, new: float) -> HoldState:
         """The same plant in units of another target: x goes as ``1 / sqrt(target)``, and so does the price."""
-        scale = math.sqrt(old / new)
-        scaled = {name: scale * getattr(self, name) for name in ("beta", "lowest", "x", "pace")}
-        log_rate = clip(self.log_rate + math.log(scale), *RATES)
-        return replace(self, **scaled, log_rho=self.log_rho + math.log(scale), log_rate=log_rate)
+        shift = math.log(old / new) / 2
+        scaled = {name: math.exp(shift) * getattr(self, name) for name in ("beta", "lowest", "x", "pace")}
+        return replace(self, **scaled, log_rho=self.log_rho + shift, log_rate=clip(self.log_rate + shift, *RATES))
 
     @property
     def spread(self) -> float:
@@ -99,23 +98,23 @@ class Hold:
             raise unknown("Hold.preset", name, PRESETS)
         return cls(target=PRESETS[name], per="token")
 
-    def init(self, *, spread: float | None = None, length: float | None = None, n: float | None = None) -> HoldState:
+    def init(self, *, spread: Known = None, length: Known = None, n: Known = None, share: float = 1.0) -> HoldState:
         """``beta = init_beta`` where it is set, otherwise ``spread / sqrt(2 target per sequence)``: the computed price.
 
-        To second order in ``1 / beta`` the best policy under it has the target KL. A spread of 0 counts as 1.
-        ``length``, mean tokens, is needed unless the target is per sequence. With ``n``, sequences in an update, it
-        starts at ``sqrt(1/2 + BATCH / n)`` times that, at most twice it: pass ``n`` where nothing clamps. After the
-        first step an ``init_beta`` counts only within a factor of two of the computed price.
+        To second order in ``1 / beta`` the best policy under it has the target KL. A spread of 0 counts as 1. Hold
+        starts at ``sqrt((1 + share) / 2)`` times that; with ``n``, sequences in an update that nothing clamps, at
+        ``sqrt(1/2 + share BATCH / n)`` times. After a step an ``init_beta`` counts within a factor of two of it only.
         """
         given = base.first_price("Hold", self.init_beta, self.bounds)
         if spread is None or (spread == 0 and self.init_beta is not None):
             return HoldState(beta=given, log_rho=math.log(given))
         require_number("spread", spread, at_least=0, way_out="It is the RMS of the advantages in a group.")
         rho = 1 / math.sqrt(2 * base.nats(self.target) * base.tokens("Hold", self.per, length))
-        first = rho if n is None else rho * min(math.sqrt(0.5 + BATCH / base.sequences(n)), DOUBT)
-        state = HoldState(beta=given, log_rho=math.log(first), lowest=rho / DOUBT, square=min(spread, 1e100) ** 2)
+        most = rho if n is None else rho * min(math.sqrt(0.5 + BATCH / base.sequences(n)), DOUBT)
+        state = HoldState(beta=given, log_rho=math.log(most), lowest=rho / DOUBT)
+        state, _ = _driven(state, min(spread, 1e100), base.fraction(share) if spread else 1.0)
         if self.init_beta is None:
-            return replace(state, beta=clip(first * state.spread, *self.bounds))
+            return replace(state, beta=clip(math.exp(state.log_rho) * state.spread, *self.bounds))
         near = 1 / DOUBT <= given / state.spread / rho <= DOUBT
         return replace(state, log_rho=math.log(given / state.spread)) if near else state
 
@@ -126,18 +125,20 @@ class Hold:
         n: int = 1,
         *,
         effort: float = 0.0,
-        spread: float | None = None,
-        noise: float | None = None,
+        spread: Known = None,
+        noise: Known = None,
+        share: float = 1.0,
     ) -> HoldState:
         """The state after observing ``kl``, good to ``noise``, relative to it (``n`` is not used).
 
-        ``effort`` is what a clamp undid: all of it counts as climb. ``spread`` keeps its last value without a new one.
+        ``effort`` is what a clamp undid: all of it counts as climb. ``spread``, over all groups, keeps its last value
+        without a new one; ``share`` of the groups show a signal.
         """
         if left_out := base.skip(state, kl, HoldState):
             return left_out
-        free = state.updates > 0 and self.bounds[0] < state.beta < self.bounds[1]  # no first step, and at no bound
+        free = state.updates > 0 < state.square and self.bounds[0] < state.beta < self.bounds[1]  # not at first
         last = math.log(state.beta) - math.log(state.spread) if state.computed and free else None
-        state, signal = _driven(state, spread)
+        state, signal = _driven(replace(state, updates=state.updates + 1), spread, share)
         before = state.log_rho
         ratio = max(base.observed(kl), 0.0) / base.nats(self.target)
         if state.steps or ratio > LEAST**2 or state.updates > 5:  # before, the policy still is its reference
@@ -152,17 +153,19 @@ class Hold:
         return replace(state, beta=clip(state.spread * rho, *self.bounds))
 
 
-def _driven(state: HoldState, spread: float | None) -> tuple[HoldState, float]:
+def _driven(state: HoldState, spread: Known, share: float) -> tuple[HoldState, float]:
     """The state with this batch in its spread, and the batch's signal: its share of the usual spread, at most 1."""
-    state = replace(state, updates=state.updates + 1)
-    if spread is None or not 0 <= spread <= 1e100:
-        return state, 1.0
+    if spread is None or not (0 < spread <= 1e100 and 0 < share <= 1):
+        return state, float(spread != 0)
+    spread /= math.sqrt(share)  # that of the groups with a signal
     weight = max(SMOOTHING, 1 / state.updates) if state.square else 1.0  # the first signal, however late, is the usual
-    square = state.square + weight * (spread * spread - state.square)
-    after = replace(state, square=square)
-    if state.square == 0 and not state.computed:  # a price that was given stays what it was
+    after = replace(state, square=state.square + weight * (spread * spread - state.square))
+    if state.square == 0 and state.computed:  # gradient noise is that of these groups, too
+        noisy = (math.exp(state.log_rho) / (DOUBT * state.lowest)) ** 2
+        after = replace(after, log_rho=state.log_rho + math.log((0.5 + share * (noisy - 0.5)) / noisy) / 2)
+    elif state.square == 0:  # a price that was given stays what it was
         after = replace(after, log_rho=state.log_rho - math.log(after.spread))
-    return after, min(spread / after.spread, 1.0) if square > 0 else 0.0
+    return after, min(spread / after.spread, 1.0)
 
 
 def _observe(state: HoldState, ratio: float, signal: float, noise: float) -> HoldState:
@@ -172,18 +175,15 @@ def _observe(state: HoldState, ratio: float, signal: float, noise: float) -> Hol
     answer = (state.x - signal * settles) * math.expm1(-rate / settles)  # the model, solved over a step
     pace = state.pace + SMOOTHING / (1 - (1 - SMOOTHING) ** count) * (answer - state.pace)
     x = max(state.x + pace, LEAST)
-    # Its relative error, -0.5 at least. No logarithm: it is KL whose noise has mean one.
-    error = min((ratio / (x * x) - 1) / 2, SURPRISE)
-    # Is it the price's, or the rate's? Without signal neither is learned.
-    held = min(x / settles, 1.0)  # the share of a step that the price holds back
+    error = min((ratio / (x * x) - 1) / 2, SURPRISE)  # of x, relative; no logarithm: it is KL whose noise has mean one
+    held = min(x / settles, 1.0)  # the share of a step that the price holds back; so far the error is its own
     to_price = held / (held + (1 - held) * (TRUST if state.computed else 1 / TRUST))
     # How much of it is believed: three poles at one bandwidth, as in a steady Kalman filter, at first as in a mean.
     w = max(min((DRIFT / max(noise / 2, NOISE) * SMOOTHING * rate) ** (1 / 3), FASTEST), 1 / count)
     gain_x = clip(3 * w - SMOOTHING, 0.0, 1.0)
     gain_pace = clip(3 * w * w - gain_x * SMOOTHING - SMOOTHING * rate, 0.0, 1.0)
-    gain_rho = min(w**3 / (SMOOTHING * rate), 1.0)
     log_rate = clip(state.log_rate + w * (1 - to_price) * signal * error, *RATES)
-    log_rho = state.log_rho + gain_rho * to_price * signal * error
+    log_rho = state.log_rho + min(w**3 / (SMOOTHING * rate), 1.0) * to_price * signal * error
     x, pace = max(x * math.exp(gain_x * error), LEAST), pace + gain_pace * x * error
     return replace(state, steps=count, x=x, pace=pace, log_rate=log_rate, log_rho=log_rho)
 

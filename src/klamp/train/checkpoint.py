@@ -36,7 +36,7 @@ from klamp.train.model_card import model_card
 from klamp.train.run_folder import GO_ON, RunFolder, damage, seal, sync_folder
 
 FORMAT = "klamp-checkpoint/1"
-LAW = 10
+LAW = 11
 """Of Hold: counted up when its numbers change, so that a resumed run can say so."""
 NOT_OURS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, SafetensorError)
 """What reading values that klamp did not write stumbles with."""
