@@ -24,7 +24,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
@@ -224,7 +224,7 @@ KEPT = {
     "beta": "kl/beta",
     "reward": "reward/mean",
     "spread": "policy/spread",
-    "share": "policy/share",
+    "signal": "policy/signal",
     "effort": "kl/clamp/effort",
 }
 
@@ -285,19 +285,19 @@ def key(row: dict[str, Any]) -> str:
     return "/".join(map(str, (*parts, *filter(None, [row.get("settings")]))))
 
 
-def reused(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """Runs at constant prices in ``paths`` and their calibrations, those that know every reward there is."""
+def reused(paths: Sequence[Path], rewards: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Runs at constant prices in ``paths`` and their calibrations, those that know every one of ``rewards``."""
     if missing := [str(path) for path in paths if not path.is_file()]:
         raise SystemExit(f"--reuse: there is no {', '.join(missing)}. Pass --reuse alone to run every constant again.")
-    names = {name for half in many_rewards.HALVES.values() for name in half}
     rows = read(paths)
-    known = {row["model"] for row in rows if "price" in row and names <= set(row["means"])}
+    known = {row["model"] for row in rows if "price" in row and set(rewards) <= set(row["means"])}
     return [row for row in rows if row["model"] in known and ("price" in row or constant(row["arm"]))]
 
 
 def work(given: argparse.Namespace) -> None:
     """Run what is not there yet, so many at a time a model, until the deadline."""
-    have = {key(row): row for row in [*reused(given.reuse), *read([given.out])]}
+    wanted = given.rewards or [name for half in given.half for name in many_rewards.HALVES[half]]
+    have = {key(row): row for row in [*reused(given.reuse, wanted), *read([given.out])]}
     end = time.time() + given.seconds
     workers = dict(zip(given.models, given.workers, strict=True))
     pools = {m: ProcessPoolExecutor(n, mp_context=get_context("spawn")) for m, n in workers.items()}

@@ -64,18 +64,19 @@ def through_origin(points: Sequence[tuple[float, float]], x: float) -> float:
     return x * (at_a / a + slope * (x - a))
 
 
-def usual_spread(spread: Sequence[float]) -> list[float]:
-    """Root of the mean square over a few steps, as Hold averages it; 1 before the first signal."""
+def usual_spread(spread: Sequence[float], signal: Sequence[float]) -> list[float]:
+    """Root of the mean square in groups with signal over a few steps, as Hold averages it; 1 before the first."""
     square, found = 0.0, []
-    for n, value in enumerate(spread, 1):
-        square += (max(SMOOTHING, 1 / n) if square else 1.0) * (value * value - square)
+    for n, (value, share) in enumerate(zip(spread, signal, strict=True), 1):
+        if value:
+            square += (max(SMOOTHING, 1 / n) if square else 1.0) * (value * value / share - square)
         found.append(math.sqrt(square) or 1.0)
     return found
 
 
 def prices(row: Row, price: float) -> tuple[float, float]:
     """Lowest and highest ``beta / (rho0 spread)``; a price is made of the spreads before its step."""
-    spreads = usual_spread(row["spread"])
+    spreads = usual_spread(row["spread"], row.get("signal", [1.0] * len(row["spread"])))
     ratios = [beta / (price * s) for beta, s in zip(row["beta"][1:], spreads[:-1], strict=True)]
     return min(ratios), max(ratios)
 
@@ -154,7 +155,11 @@ WIDEST = 50.0
 
 
 def page(rows: Sequence[Row], model: str, arm: str) -> list[str]:
-    """The table of docs/results.md for one arm at the usual setting, in Markdown; bold is outside the aims."""
+    """The table of docs/results.md for one arm at the usual setting, in Markdown.
+
+    Bold is outside the aims; a dagger marks runs that were made with a law before the last one of ``rows``.
+    """
+    newest = max(r["law"] for r in rows if "law" in r)
     made = next(r for r in rows if r["model"] == model and "price" in r)
     runs = [r for r in rows if "arm" in r and _group(r) == (model, 0, "")]
     lines = ["| " + " | ".join(COLUMNS[arm]) + " |", "|" + " --- |" * len(COLUMNS[arm])]
@@ -162,7 +167,8 @@ def page(rows: Sequence[Row], model: str, arm: str) -> list[str]:
         own = [r for r in runs if (r["reward_name"], r["arm"]) == (name, arm)]
         constants = [r for r in runs if r["reward_name"] == name and r["arm"].startswith("x ")]
         if own:
-            lines.append("| " + " | ".join([name, *_judged(own, constants, made, arm)]) + " |")
+            mark = " †" if any(r["law"] < newest for r in own) else ""
+            lines.append("| " + " | ".join([name + mark, *_judged(own, constants, made, arm)]) + " |")
     return lines
 
 

@@ -31,7 +31,9 @@ HELD_OUT_5 = ("capitals", "delayed", "heavy tails", "grade")
 HELD_OUT_6 = ("first letter", "echo", "intermittent", "both")
 """Written later still; echo was looked at when CALM was chosen."""
 HELD_OUT_7 = ("word 5 %", "long word", "alphabetical", "negative")
-"""Written when all but CALM was settled; none of them decided anything."""
+"""Written when all but CALM was settled; the 5 % word was looked at when the unit of the price was chosen."""
+HELD_OUT_8 = ("word 10 %", "word 1 %", "exclamation", "last y")
+"""Sparse ones, written when the unit of the price was chosen; none of them decided anything."""
 HALVES = {
     "development": DEVELOPMENT,
     "held-out": HELD_OUT,
@@ -41,8 +43,9 @@ HALVES = {
     "held-out-5": HELD_OUT_5,
     "held-out-6": HELD_OUT_6,
     "held-out-7": HELD_OUT_7,
+    "held-out-8": HELD_OUT_8,
 }
-SPARSE = {"word 2 %": 0.02, "word 0.3 %": 0.003, "word 5 %": 0.05}
+SPARSE = {"word 2 %": 0.02, "word 0.3 %": 0.003, "word 5 %": 0.05, "word 10 %": 0.1, "word 1 %": 0.01}
 AVOIDED = {"avoid": 0.05}
 """Rewards for the absence of a word, by the share of the reference's completions that hold it."""
 NOTHING = ("never", "noise")
@@ -81,6 +84,10 @@ WHAT = {
     "long word": "1 where a word has ten letters or more",
     "alphabetical": "share of words that do not come before the word to their left in a dictionary, dense",
     "negative": "minus VADER's score: the policy has to turn round",
+    "word 10 %": "holds a word that 10 % hold",
+    "word 1 %": "holds a word that 1 % hold",
+    "exclamation": "1 where there is an exclamation mark",
+    "last y": "1 where the last word ends in a y",
 }
 
 
@@ -179,6 +186,14 @@ def long_word(prompts: list[str], completions: list[str], **_: Any) -> list[floa
     return [float(re.search(r"[a-z]{10}", text.lower()) is not None) for text in completions]
 
 
+def exclamation(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return [float("!" in text) for text in completions]
+
+
+def last_y(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return [float(re.search(r"y[^a-z]*$", text.lower()) is not None) for text in completions]
+
+
 def alphabetical(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     words = [re.findall(r"[a-z]+", text.lower()) for text in completions]
     return [sum(a <= b for a, b in pairwise(each)) / max(len(each) - 1, 1) for each in words]
@@ -260,6 +275,8 @@ def reward(name: str, words: dict[str, str], seed: int) -> Reward:
         "long word": long_word,
         "alphabetical": alphabetical,
         "negative": partial(sentiment, scale=-1.0),
+        "exclamation": exclamation,
+        "last y": last_y,
     }
     return Noise(seed) if name == "noise" else plain[name]
 

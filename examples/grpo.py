@@ -115,9 +115,10 @@ def measure(model: Any, batch: Batch, reference: Tensor) -> float:
     return klamp.mean(klamp.exact(logits(model, batch), reference), batch.mask, per="token").item()
 
 
-def spread_of(batch: Batch, group: int) -> float:
-    """What the price competes with: the RMS of the advantages within a prompt."""
-    return group_advantages(batch.rewards, group).square().mean().sqrt().item()
+def spread_of(batch: Batch, group: int) -> tuple[float, float]:
+    """What the price competes with: the RMS of the advantages within a prompt; and the share of prompts with any."""
+    advantages = group_advantages(batch.rewards, group).view(-1, group)
+    return advantages.square().mean().sqrt().item(), advantages.ne(0).any(1).float().mean().item()
 
 
 def noise_of(token_kl: Tensor, mask: Tensor, group: int) -> float:
@@ -146,9 +147,10 @@ def run(settings: Settings, watch: Callable[[int, Any, Batch, dict[str, float]],
         count = settings.prompts_per_step
         texts = [settings.prompts[i % len(settings.prompts)] for i in range((step - 1) * count, step * count)]
         batch = sample(model, tokenizer, texts, settings)
-        spread = spread_of(batch, settings.group)
+        spread, signal = spread_of(batch, settings.group)
         if not control.started:
-            control = control.init(spread=spread, length=batch.mask.sum(-1).float().mean().item())
+            length = batch.mask.sum(-1).float().mean().item()
+            control = control.init(spread=spread, length=length, signal=signal)
         reference = reference_logits(model, batch)
         loss, token_kl = loss_and_kl(model, batch, reference, control.beta, settings.group, future)
         to_come, number = future_by_position(token_kl, batch.mask)
@@ -156,7 +158,7 @@ def run(settings: Settings, watch: Callable[[int, Any, Batch, dict[str, float]],
         kl = klamp.mean(token_kl, batch.mask, per="token").item()
         figures = {"loss": loss.item(), "kl": kl, "beta": control.beta, "reward": batch.rewards.mean().item()}
         noise = noise_of(token_kl, batch.mask, settings.group)
-        control = control.before_update(kl, spread, len(batch.ids), noise=noise)
+        control = control.before_update(kl, spread, len(batch.ids), signal=signal, noise=noise)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimiser.step()

@@ -26,7 +26,16 @@ from klamp.clamp import clamp as clamp_kl
 from klamp.clamp_scalers import Scaler
 from klamp.control_state import BatchKL, is_kl
 from klamp.control_state import ControlState as ControlState
-from klamp.controllers.base import Controller, advance, begin, check_controller, clip, described, observed
+from klamp.controllers.base import (
+    Controller,
+    advance,
+    begin,
+    check_controller,
+    clip,
+    described,
+    groups_told,
+    observed,
+)
 from klamp.errors import ConfigError, require_number
 from klamp.monitor import Alarm, Monitor, MonitorState
 
@@ -114,7 +123,7 @@ class Control:
         spread: float | None = None,
         length: float | None = None,
         n: float | None = None,
-        share: float = 1.0,
+        signal: float = 1.0,
         floor: float | None = None,
     ) -> Control:
         """The first price; what else is known stays known.
@@ -125,8 +134,8 @@ class Control:
             length: mean number of tokens in a completion; Hold needs it with ``spread`` for a target per token.
             n: sequences in an update. Without a clamp Hold starts higher the fewer they are, because gradient noise
                 makes KL, too, and nothing else takes it back.
-            share: of the groups in the batch that show a signal, whose completions differ in their reward. The price is
-                in units of the spread in these.
+            signal: share of its groups that show one: whose completions differ in their reward. The price is in units
+                of the spread in these.
             floor: what rounding alone makes of KL, in the unit of the target: a bfloat16 model reads about 0.002 nats
                 per token beside itself. The controller sees the KL above it.
 
@@ -134,7 +143,7 @@ class Control:
             The control with a price.
         """
         known = spread is not None and 0 <= spread < math.inf and (length is None or length > 0)
-        given = {"spread": spread, "length": length, "n": n if self.limit is None else None, "share": share}
+        given = {"spread": spread, "length": length, "n": n if self.limit is None else None, "signal": signal}
         price = begin(self.controller, **(given if known else {}))
         return replace(self, state=replace(self.state, price=price, floor=self.state.floor if floor is None else floor))
 
@@ -144,7 +153,7 @@ class Control:
         spread: float | None = None,
         n: int = 1,
         *,
-        share: float = 1.0,
+        signal: float = 1.0,
         noise: float = 0.0,
         measured: float | None = None,
         fresh: bool = True,
@@ -156,7 +165,7 @@ class Control:
             kl: the batch's KL in the unit of the target. None: this step measured none, and steers nothing.
             spread: RMS of its advantages within a prompt; groups without signal count as zero.
             n: sequences behind ``kl``.
-            share: of its groups that show a signal, whose completions differ in their reward.
+            signal: share of its groups that show one: whose completions differ in their reward.
             noise: relative standard error of ``kl``; 0 where it is not known.
             measured: KL before the update as ``measure`` of :meth:`after_update` reads it, where that differs.
             fresh: False for tokens that were trained on before: they tell how KL changed, not where it is.
@@ -166,7 +175,7 @@ class Control:
             The control that :meth:`after_update` goes on from.
         """
         kl = None if kl is None else observed(kl)
-        reading = BatchKL(kl, n, spread, noise, measured, steers, share)
+        reading = BatchKL(kl, n, spread, noise, measured, steers, groups_told(signal, spread))
         read = kl if measured is None else measured
         gauge, last = self.state.gauge, self.state.last
         if self.gauge is not None and read is not None:
@@ -218,7 +227,7 @@ class Control:
                 effort=0.0 if clamped is None else clamped.effort,
                 spread=reading.spread,
                 noise=noise,
-                share=reading.share,
+                signal=reading.signal,
             )
         seen, alarms = self._record(reading.kl, clamped, step, figures)
         return replace(done, state=replace(done.state, price=price, monitor=seen, reading=None), alarms=tuple(alarms))

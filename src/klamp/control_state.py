@@ -32,8 +32,8 @@ class BatchKL:
     """KL before the update as ``measure`` reads it; ``kl`` unless told otherwise."""
     steers: bool = True
     """Whether the price follows it."""
-    share: float = 1.0
-    """Of the groups that show a signal."""
+    signal: float = 1.0
+    """Share of the groups that show one."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def make_trainer(model: str, out: Path | str, *, kind: str = "GRPO", lora: Any =
     from peft import LoraConfig
     from transformers import PrinterCallback
 
-    extra = {k: settings.pop(k) for k in ("trainer_class", "trainer_kwargs", "policy") if k in settings}
+    extra = {k: settings.pop(k) for k in ("trainer_class", "trainer_kwargs", "policy", "reward_funcs") if k in settings}
     defaults: dict[str, Any] = {
         "output_dir": str(out),
         "per_device_train_batch_size": 8,
@@ -65,7 +65,7 @@ def make_trainer(model: str, out: Path | str, *, kind: str = "GRPO", lora: Any =
         lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
     made = extra.get("trainer_class", getattr(trl, f"{kind}Trainer"))(
         extra.get("policy", model),
-        reward_funcs=reward,
+        reward_funcs=extra.get("reward_funcs", reward),
         args=args,
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
         peft_config=lora or None,

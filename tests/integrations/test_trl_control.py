@@ -48,8 +48,9 @@ def replayed(t: Any, controller: Any) -> list[float]:
     """The prices that ``controller`` asks for when it is told what TRL logged, the first step left out."""
     kls, efforts = logged(t, "klamp/kl"), logged(t, "klamp/effort") or [0.0] * 100
     state, betas = controller.init(), [controller.init().beta] * 2
-    for kl, effort, spread in list(zip(kls, efforts, logged(t, "klamp/spread"), strict=False))[1:]:
-        state = controller.update(state, kl, 8, effort=effort, spread=spread)
+    told = zip(logged(t, "klamp/spread"), logged(t, "klamp/signal"), strict=True)
+    for kl, effort, (spread, signal) in list(zip(kls, efforts, told, strict=False))[1:]:
+        state = controller.update(state, kl, 8, effort=effort, spread=spread, signal=signal)
         betas.append(state.beta)
     return betas
 
@@ -73,6 +74,24 @@ def test_the_first_price_comes_from_the_first_batch(trainer: Make, clamp: bool) 
     few = None if clamp else 32  # without a clamp the noise of 32 completions counts
     expected = HOLD.init(spread=math.sqrt(3 / 4), length=logged(t, "completions/mean_length")[0], n=few).beta
     assert logged(t, "klamp/beta")[1] == pytest.approx(expected, rel=2e-3)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_the_price_is_in_units_of_the_spread_of_groups_that_show_a_signal(trainer: Make, scale: str) -> None:
+    """Two of eight prompts are rewarded. The rewards of the others are equal, at a number whose mean is rounded."""
+
+    def sparse(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        first = list(dict.fromkeys(prompts))[:2]
+        return [math.sqrt(sum(map(ord, c))) if p in first else 2.9 for p, c in zip(prompts, completions, strict=True)]
+
+    settings = {"per_device_train_batch_size": 40, "num_generations": 5, "scale_rewards": scale}
+    t, _ = controlled(trainer(max_steps=1, reward_funcs=sparse, **settings), clamp=False)
+    spread = logged(t, "klamp/spread")[0]
+    assert logged(t, "klamp/signal") == [0.25]
+    if scale == "group":  # five advantages over their own standard deviation (Bessel's) and 1e-4
+        assert spread == pytest.approx(math.sqrt(4 / 5 / 4), rel=5e-3)
+    unit = t.state.stateful_callbacks[SAVED]["controller"]["square"] ** 0.5
+    assert unit == pytest.approx(2 * spread, rel=1e-9)
 
 
 def test_a_first_price_far_from_the_computed_one_is_left_at_the_first_update(trainer: Make) -> None:

@@ -37,10 +37,10 @@ def test_its_prices_are_those_of_a_control() -> None:
         data = batch(step)
         verl.observe(data)
         if not control.started:
-            control = control.init(spread=verl.spread, length=6.0)
+            control = control.init(spread=verl.spread, length=6.0, signal=verl.signal)
         assert verl.value == control.beta
         kl = float(klamp.mean(klamp.k3(data.batch["old_log_probs"], data.batch["ref_log_prob"], tail=5.0)))
-        control = control.before_update(kl, verl.spread, 8).after_update()
+        control = control.before_update(kl, verl.spread, 8, signal=verl.signal).after_update()
         verl.update(current_kl=123.0, n_steps=8)  # verl's own KL is in another unit, and is not what is steered by
     assert verl.state == control.state.price
     assert verl.state.updates == 6
@@ -77,6 +77,9 @@ def test_equal_scores_have_no_spread_though_their_mean_is_rounded() -> None:
     verl = made()
     verl.observe(data)
     assert verl.spread == pytest.approx(math.sqrt(2 * 0.3**2 / 5))  # of five degrees of freedom, all in the third group
+    assert verl.signal == pytest.approx(1 / 5)
+    unit = math.sqrt(2) * 0.3  # of the third group alone
+    assert verl.state.square == pytest.approx(unit**2)
     data.batch["token_level_scores"][7, -1] = 0.7
     again = made()
     again.observe(data)

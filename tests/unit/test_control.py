@@ -363,25 +363,26 @@ class Wide(Narrow):
     """One that takes everything."""
 
     def update(self, state: klamp.State, kl: float, n: int = 1, **known: float) -> klamp.State:  # type: ignore[override]
-        return replace(state, beta=known["effort"] + 10 * known["spread"] + 100 * known["noise"])
+        told = 10 * known["spread"] + 100 * known["noise"] + 1000 * known["signal"]
+        return replace(state, beta=known["effort"] + told)
 
 
 def test_a_controller_gets_what_it_takes() -> None:
     read = Control(Narrow()).init(spread=1.0, length=3.0).before_update(0.5, 2.0, 4, noise=0.25)  # type: ignore[arg-type]
     assert read.after_update().beta == 3.0
     plant = Plant(2.0)
-    wide = Control(Wide(), clamp=1.0, gauge=None).init().before_update(0.5, 2.0, 4, noise=0.25)  # type: ignore[arg-type]
+    wide = Control(Wide(), clamp=1.0, gauge=None).init().before_update(0.5, 2.0, 4, noise=0.25, signal=0.5)  # type: ignore[arg-type]
     after = wide.after_update(plant.measure, plant.scale)
     assert after.clamped is not None
     assert after.clamped.effort > 0.6
-    assert after.beta == after.clamped.effort + 20 + 25
+    assert after.beta == after.clamped.effort + 20 + 25 + 500
 
 
 @pytest.mark.parametrize("controller", CONTROLLERS, ids=lambda c: type(c).__name__)
 def test_every_controller_takes_a_whole_reading(controller: klamp.Controller) -> None:
     """The protocol: nobody has to look at a controller's kind to know what to tell it."""
     state = controller.init(spread=1.0, length=20.0)
-    after = controller.update(state, 0.04, 8, effort=0.1, spread=0.9, noise=0.2)
+    after = controller.update(state, 0.04, 8, effort=0.1, spread=0.9, noise=0.2, signal=0.5)
     plain = controller.update(controller.init(), 0.04, 8)
     if not isinstance(controller, klamp.Hold):
         assert after == plain
@@ -394,6 +395,17 @@ def test_a_step_that_measured_nothing_clamps_and_leaves_the_price() -> None:
     assert after.state.price == control.state.price
     assert after.state.monitor == control.state.monitor
     assert plant.measure() < 0.06
+
+
+def test_the_share_of_groups_with_a_signal_reaches_the_first_price_and_the_next() -> None:
+    control = Control(klamp.Hold(0.05, per="token"))
+    few = control.init(spread=0.3, length=20.0, signal=0.25)
+    assert few.state.price == klamp.Hold(0.05, per="token").init(spread=0.3, length=20.0, signal=0.25)
+    assert few.state.price.spread == pytest.approx(0.6)  # type: ignore[union-attr]
+    after = few.before_update(0.01, 0.3, signal=0.25).after_update()
+    assert after.state.price.spread == pytest.approx(0.6)  # type: ignore[union-attr]
+    silent = after.before_update(0.01, 0.0, signal=0.0).after_update()  # no group shows any: nothing to divide
+    assert silent.state.price.spread == pytest.approx(0.6)  # type: ignore[union-attr]
 
 
 def test_a_floor_is_not_steered_by() -> None:
@@ -416,6 +428,7 @@ def test_a_floor_is_not_steered_by() -> None:
         (lambda: Control(klamp.Fixed(0.1)).before_update(0.1).after_update(), r"Call init\(\)"),
         (lambda: Control(klamp.Fixed(0.1), clamp=1.0).init().before_update(0.1).after_update(), "measure and scale"),
         (lambda: Control(klamp.Fixed(0.1)).init().before_update(torch.ones(2)), "one number"),
+        (lambda: Control(klamp.Fixed(0.1)).init().before_update(0.1, 1.0, signal=0.0), "signal must be"),
     ],
 )
 def test_refusals_name_the_way_out(make: Any, says: str) -> None:

@@ -438,6 +438,58 @@ def test_the_first_signal_after_a_silent_start_counts_in_full() -> None:
     assert hold.update(state, 0.0, spread=0.9).beta == pytest.approx(0.9 * RHO, rel=0.005)
 
 
+def test_the_unit_is_the_spread_of_those_groups_that_show_a_signal() -> None:
+    """A reward that more and more groups show leaves the price alone; a spread that grows in them takes it along."""
+    hold = Hold(6.0, "sequence")
+    few = all_of_them = hold.init(spread=0.9, signal=1.0)
+    for i in range(40):
+        told = min(1.0, 0.1 + i / 40)
+        few = hold.update(few, 3.0, spread=0.9 * math.sqrt(told), signal=told)
+        all_of_them = hold.update(all_of_them, 3.0, spread=0.9)
+        assert few.beta == pytest.approx(all_of_them.beta, rel=1e-12)
+    assert few.spread == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize("told", [1.0, 0.5, 0.05, 1e-4])
+@pytest.mark.parametrize("n", [None, 8, 32, 512])
+@pytest.mark.parametrize("silent", [0, 1, 12])
+def test_the_first_price_leaves_the_less_room_for_noise_the_fewer_groups_there_are(
+    told: float, n: int | None, silent: int
+) -> None:
+    """Half of the target KL is the reward's. The other half, or BATCH / n targets, is that of gradient noise, whose
+    variance goes with the groups that have a gradient; a silent start makes no difference."""
+    hold, spread = Hold(6.0, "sequence"), 0.7 * math.sqrt(told)
+    state = hold.init(spread=0.0, n=n) if silent else hold.init(spread=spread, n=n, signal=told)
+    for _ in range(silent):
+        state = hold.update(state, 0.0, spread=0.0)
+    state = hold.update(state, 0.0, spread=spread, signal=told) if silent else state
+    noise = 0.5 if n is None else min(48 / n, 3.5)
+    # The reading that comes with a late signal says that KL is low, and lowers the price by less than 1 %.
+    assert state.beta == pytest.approx(0.7 * RHO * math.sqrt(0.5 + told * noise), rel=0.01 if silent else 1e-12)
+
+
+def test_a_first_price_follows_the_first_signal_at_once_and_one_of_ones_own_stays() -> None:
+    """Which is no reading of KL, that CALM would have follow slowly."""
+    hold = Hold(6.0, "sequence")
+    state = hold.init(spread=0.0)
+    assert hold.update(state, 0.0, spread=0.07, signal=0.01).beta == pytest.approx(0.7 * RHO * math.sqrt(0.505))
+    own = Hold(6.0, "sequence", init_beta=0.02)
+    assert own.init(spread=0.07, signal=0.01).beta == 0.02
+    given = own.update(own.init(), 0.0, spread=0.07, signal=0.01)
+    assert given.beta == pytest.approx(0.02, rel=0.01)
+    assert given.spread == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize("told", [0.0, -1.0, math.nan, math.inf])
+def test_a_share_of_groups_that_is_none_is_refused_by_the_first_price_and_leaves_the_others(told: float) -> None:
+    hold = Hold(6.0, "sequence")
+    with pytest.raises(ConfigError, match="signal must be"):
+        hold.init(spread=1.0, signal=told)
+    state = hold.init(spread=1.0)
+    assert hold.update(state, 1.0, spread=5.0, signal=told).square == state.square
+    assert hold.init(spread=0.0, signal=told).beta == pytest.approx(RHO), "no batch without a spread has a share"
+
+
 def test_a_told_price_ends_at_ten_times_the_first_where_no_price_holds_kl() -> None:
     """At twice the usual rate on ``tiny``, ten times the price leaves KL where three times leaves it: 2.3 x target."""
     hold = Hold(6.0, "sequence")

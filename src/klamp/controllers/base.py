@@ -143,14 +143,14 @@ FIRST_BETA = 0.1
 class Controller(Protocol):
     """Settings with ``init`` and a pure ``update``. Each rule takes what it needs of a reading and ignores the rest."""
 
-    def init(self, *, spread: Known = None, length: Known = None, n: Known = None, share: float = 1.0) -> State:
+    def init(self, *, spread: Known = None, length: Known = None, n: Known = None, signal: float = 1.0) -> State:
         """The state before the first update.
 
         Args:
             spread: RMS of the first batch's advantages within a prompt, where it is known.
             length: mean number of tokens in a completion, where it is known.
             n: sequences in an update, where they are known and no clamp holds KL beside the price.
-            share: of the groups in it that show a signal: whose completions differ in their reward.
+            signal: share of its groups that show one: whose completions differ in their reward.
 
         Returns:
             The state with the first price.
@@ -166,7 +166,7 @@ class Controller(Protocol):
         effort: float = 0.0,
         spread: Known = None,
         noise: Known = None,
-        share: float = 1.0,
+        signal: float = 1.0,
     ) -> State:
         """The state after a reading.
 
@@ -177,7 +177,7 @@ class Controller(Protocol):
             effort: what a clamp undid of the step before (``Clamped.effort``).
             spread: RMS of the batch's advantages within a prompt.
             noise: relative standard error of ``kl``.
-            share: of the groups that show a signal.
+            signal: share of its groups that show one.
 
         Returns:
             The next state; ``state`` stays as it is.
@@ -343,10 +343,11 @@ def sequences(n: float) -> float:
     return require_number("n", n, above=0, way_out="It is the sequences in an update.")
 
 
-def fraction(share: float) -> float:
-    """The share of the groups that show a signal."""
-    require_number("share", share, above=0, way_out="It is the share of the groups that show a signal; 1 for all.")
-    return min(share, 1.0)
+def groups_told(signal: float, spread: float | None) -> float:
+    """The share of the groups that show a signal, which are some where there is a ``spread``."""
+    if not spread:
+        return 1.0
+    return min(require_number("signal", signal, above=0, way_out="It is the share of groups that show one."), 1.0)
 
 
 def check_bounds(name: str, bounds: Bounds | None, *, around: float | None = None, field: str = "init_beta") -> None:

@@ -2,7 +2,7 @@
 
 Ziegler et al. 2019 (arXiv 1909.08593 §2.2), as ROLL, trlx, verl and OpenRLHF have it; the exponential rule of the PPO
 tutorial; the doubling rule of PPO (arXiv 1707.06347 §4); a constant and a schedule. They go by the KL alone, Ziegler's
-also by the number of sequences: ``effort``, ``spread``, ``noise``, ``share`` and ``length`` change nothing.
+also by the number of sequences: ``effort``, ``spread``, ``noise``, ``signal`` and ``length`` change nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Rule:
         effort: float = 0.0,
         spread: Known = None,
         noise: Known = None,
-        share: float = 1.0,
+        signal: float = 1.0,
     ) -> State:
         """The state after a reading.
 
@@ -48,7 +48,7 @@ class Rule:
             state: what ``init`` or the last ``update`` returned; it is left as it is.
             kl: the batch's KL, in the unit of the target.
             n: sequences behind ``kl``.
-            effort, spread, noise, share: not used by these rules.
+            effort, spread, noise, signal: not used by these rules.
 
         Returns:
             The new state.
@@ -73,7 +73,7 @@ class Fixed(Rule):
     def __post_init__(self) -> None:
         require_number("Fixed.beta", self.beta, at_least=0, way_out="A price is never negative; 0 only measures.")
 
-    def init(self, *, spread: Known = None, length: Known = None, n: Known = None, share: float = 1.0) -> State:
+    def init(self, *, spread: Known = None, length: Known = None, n: Known = None, signal: float = 1.0) -> State:
         """The constant, before any update."""
         return State(beta=float(self.beta))
 
@@ -95,7 +95,7 @@ class Scheduled(Rule):
                 "For a constant use Fixed(beta=...)."
             )
 
-    def init(self, *, spread: Known = None, length: Known = None, n: Known = None, share: float = 1.0) -> State:
+    def init(self, *, spread: Known = None, length: Known = None, n: Known = None, signal: float = 1.0) -> State:
         """``schedule(0)``."""
         return State(beta=self._price(0))
 
@@ -124,7 +124,7 @@ class TargetRule(Rule):
         way_out = "The rule multiplies beta, so 0 would stay 0; use Fixed(beta=0.0) to measure only."
         require_number(f"{type(self).__name__}.init_beta", self.init_beta, above=0, way_out=way_out)
 
-    def init(self, *, spread: Known = None, length: Known = None, n: Known = None, share: float = 1.0) -> State:
+    def init(self, *, spread: Known = None, length: Known = None, n: Known = None, signal: float = 1.0) -> State:
         """``init_beta``."""
         return State(beta=float(self.init_beta))
 

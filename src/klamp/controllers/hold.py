@@ -3,7 +3,7 @@
 Near the reference KL is quadratic, so ``x = sqrt(KL / target)`` measures the distance. Where nothing is charged the
 optimiser moves x by ``rate`` a step; the price pulls x back in proportion to x:
 
-    pace <- running mean, as the optimiser's momentum makes it, of  rate (signal - x rho / rho*)
+    pace <- running mean, as the optimiser's momentum makes it, of  rate (drive - x rho / rho*)
     x    <- x + pace
 
 ``rho = beta / spread`` is the price in units of ``spread``, the RMS of the advantages in groups that show a signal.
@@ -98,12 +98,12 @@ class Hold:
             raise unknown("Hold.preset", name, PRESETS)
         return cls(target=PRESETS[name], per="token")
 
-    def init(self, *, spread: Known = None, length: Known = None, n: Known = None, share: float = 1.0) -> HoldState:
+    def init(self, *, spread: Known = None, length: Known = None, n: Known = None, signal: float = 1.0) -> HoldState:
         """``beta = init_beta`` where it is set, otherwise ``spread / sqrt(2 target per sequence)``: the computed price.
 
         To second order in ``1 / beta`` the best policy under it has the target KL. A spread of 0 counts as 1. Hold
-        starts at ``sqrt((1 + share) / 2)`` times that; with ``n``, sequences in an update that nothing clamps, at
-        ``sqrt(1/2 + share BATCH / n)`` times. After a step an ``init_beta`` counts within a factor of two of it only.
+        starts at ``sqrt((1 + signal) / 2)`` times that; with ``n``, sequences in an update that nothing clamps, at
+        ``sqrt(1/2 + signal BATCH / n)`` times. After a step an ``init_beta`` counts within a factor of two of it only.
         """
         given = base.first_price("Hold", self.init_beta, self.bounds)
         if spread is None or (spread == 0 and self.init_beta is not None):
@@ -112,7 +112,7 @@ class Hold:
         rho = 1 / math.sqrt(2 * base.nats(self.target) * base.tokens("Hold", self.per, length))
         most = rho if n is None else rho * min(math.sqrt(0.5 + BATCH / base.sequences(n)), DOUBT)
         state = HoldState(beta=given, log_rho=math.log(most), lowest=rho / DOUBT)
-        state, _ = _driven(state, min(spread, 1e100), base.fraction(share) if spread else 1.0)
+        state, _ = _driven(state, min(spread, 1e100), base.groups_told(signal, spread))
         if self.init_beta is None:
             return replace(state, beta=clip(math.exp(state.log_rho) * state.spread, *self.bounds))
         near = 1 / DOUBT <= given / state.spread / rho <= DOUBT
@@ -127,22 +127,22 @@ class Hold:
         effort: float = 0.0,
         spread: Known = None,
         noise: Known = None,
-        share: float = 1.0,
+        signal: float = 1.0,
     ) -> HoldState:
         """The state after observing ``kl``, good to ``noise``, relative to it (``n`` is not used).
 
         ``effort`` is what a clamp undid: all of it counts as climb. ``spread``, over all groups, keeps its last value
-        without a new one; ``share`` of the groups show a signal.
+        without a new one; ``signal`` is the share of groups that show one.
         """
         if left_out := base.skip(state, kl, HoldState):
             return left_out
         free = state.updates > 0 < state.square and self.bounds[0] < state.beta < self.bounds[1]  # not at first
         last = math.log(state.beta) - math.log(state.spread) if state.computed and free else None
-        state, signal = _driven(replace(state, updates=state.updates + 1), spread, share)
+        state, drive = _driven(replace(state, updates=state.updates + 1), spread, signal)
         before = state.log_rho
         ratio = max(base.observed(kl), 0.0) / base.nats(self.target)
         if state.steps or ratio > LEAST**2 or state.updates > 5:  # before, the policy still is its reference
-            state = _observe(state, ratio, signal, noise if noise and math.isfinite(noise) else 0.0)
+            state = _observe(state, ratio, drive, noise if noise and math.isfinite(noise) else 0.0)
         state = replace(state, x=state.x * math.exp(-effort if 0 < effort < math.inf else 0.0))
         low, high = (math.log(clip(b, base.SMALLEST, base.LARGEST)) - math.log(state.spread) for b in self.bounds)
         if state.computed:
@@ -153,26 +153,26 @@ class Hold:
         return replace(state, beta=clip(state.spread * rho, *self.bounds))
 
 
-def _driven(state: HoldState, spread: Known, share: float) -> tuple[HoldState, float]:
-    """The state with this batch in its spread, and the batch's signal: its share of the usual spread, at most 1."""
-    if spread is None or not (0 < spread <= 1e100 and 0 < share <= 1):
+def _driven(state: HoldState, spread: Known, signal: float) -> tuple[HoldState, float]:
+    """The state with this batch in its spread, and the batch's drive: its share of the usual spread, at most 1."""
+    if spread is None or not (0 < spread <= 1e100 and 0 < signal <= 1):
         return state, float(spread != 0)
-    spread /= math.sqrt(share)  # that of the groups with a signal
+    spread /= math.sqrt(signal)  # that of the groups with a signal
     weight = max(SMOOTHING, 1 / state.updates) if state.square else 1.0  # the first signal, however late, is the usual
     after = replace(state, square=state.square + weight * (spread * spread - state.square))
     if state.square == 0 and state.computed:  # gradient noise is that of these groups, too
         noisy = (math.exp(state.log_rho) / (DOUBT * state.lowest)) ** 2
-        after = replace(after, log_rho=state.log_rho + math.log((0.5 + share * (noisy - 0.5)) / noisy) / 2)
+        after = replace(after, log_rho=state.log_rho + math.log((0.5 + signal * (noisy - 0.5)) / noisy) / 2)
     elif state.square == 0:  # a price that was given stays what it was
         after = replace(after, log_rho=state.log_rho - math.log(after.spread))
     return after, min(spread / after.spread, 1.0)
 
 
-def _observe(state: HoldState, ratio: float, signal: float, noise: float) -> HoldState:
+def _observe(state: HoldState, ratio: float, drive: float, noise: float) -> HoldState:
     """The model's forecast of x a step on, and the model corrected by a reading of ``KL / target``."""
     count, rate = state.steps + 1, math.exp(state.log_rate)
     settles = math.exp(state.log_rho) * state.spread / state.beta  # rho* / rho: where x comes to rest
-    answer = (state.x - signal * settles) * math.expm1(-rate / settles)  # the model, solved over a step
+    answer = (state.x - drive * settles) * math.expm1(-rate / settles)  # the model, solved over a step
     pace = state.pace + SMOOTHING / (1 - (1 - SMOOTHING) ** count) * (answer - state.pace)
     x = max(state.x + pace, LEAST)
     error = min((ratio / (x * x) - 1) / 2, SURPRISE)  # of x, relative; no logarithm: it is KL whose noise has mean one
@@ -182,8 +182,8 @@ def _observe(state: HoldState, ratio: float, signal: float, noise: float) -> Hol
     w = max(min((DRIFT / max(noise / 2, NOISE) * SMOOTHING * rate) ** (1 / 3), FASTEST), 1 / count)
     gain_x = clip(3 * w - SMOOTHING, 0.0, 1.0)
     gain_pace = clip(3 * w * w - gain_x * SMOOTHING - SMOOTHING * rate, 0.0, 1.0)
-    log_rate = clip(state.log_rate + w * (1 - to_price) * signal * error, *RATES)
-    log_rho = state.log_rho + min(w**3 / (SMOOTHING * rate), 1.0) * to_price * signal * error
+    log_rate = clip(state.log_rate + w * (1 - to_price) * drive * error, *RATES)
+    log_rho = state.log_rho + min(w**3 / (SMOOTHING * rate), 1.0) * to_price * drive * error
     x, pace = max(x * math.exp(gain_x * error), LEAST), pace + gain_pace * x * error
     return replace(state, steps=count, x=x, pace=pace, log_rate=log_rate, log_rho=log_rho)
 

@@ -58,8 +58,8 @@ class Prepared:
     """[N, C], the rollout's mask without the sequences whose reward failed."""
     spread: float
     """RMS spread of the advantages within a prompt: what the price competes with."""
-    share: float = 1.0
-    """Of the sequences in groups that show a signal: whose completions differ in their reward."""
+    signal: float = 1.0
+    """Share of the sequences in groups that show one: whose completions differ in their reward."""
     old_logp: Tensor | None = None
     """[N, C] log-probs under the sampler; None: the samples are the policy's own and are used once."""
     old_values: Tensor | None = None
@@ -133,9 +133,9 @@ class GRPO:
         size = 1 if len(per_sequence) % rollout.group_size else rollout.group_size
         told = valid & per_sequence.view(-1, size).ne(0).any(1).repeat_interleave(size)
         sums = reduce(torch.stack([(per_sequence**2).sum().double(), valid.sum().double(), told.sum().double()]))
-        spread, share = float((sums[0] / sums[1].clamp(min=1)).sqrt()), float(sums[2] / sums[1].clamp(min=1))
+        spread, signal = float((sums[0] / sums[1].clamp(min=1)).sqrt()), float(sums[2] / sums[1].clamp(min=1))
         advantages = select(per_sequence[:, None].expand(counted.shape), counted)
-        return Prepared(advantages, counted, spread, share=share or 1.0)
+        return Prepared(advantages, counted, spread, signal=signal)
 
     def in_reward(self, advantages: Tensor, cost: Tensor, beta: float, counted: Tensor) -> Tensor:
         """The price of the KL to go joins the normalised advantage: the group's deviation does not divide it."""

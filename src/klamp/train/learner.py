@@ -140,7 +140,7 @@ class Learner:
             self.future_kl = self.future_kl[:0]
         metrics = {**self._kl_metrics(sums, kl, control), **clamp_metrics(after, measurement.share)}
         metrics |= {name: sums.mean(name) for name in sums.names() if name.startswith(("loss/", "policy/", "rollout/"))}
-        metrics |= {**rewards, "policy/spread": prepared.spread, "policy/share": prepared.share}
+        metrics |= {**rewards, "policy/spread": prepared.spread, "policy/signal": prepared.signal}
         metrics["rollout/gap_max"] = self.largest(self.largest_gap)
         metrics |= {
             "train/skipped": float(self.skipped),
@@ -163,8 +163,8 @@ class Learner:
     ) -> Control:
         """The control after an update that began at ``kl``: clamped, steered and recorded."""
         noise, figures = relative_error(sums), self._watched(sums, rewards)
-        n, share = int(sums.count("sequences")), prepared.share
-        control = control.before_update(kl, prepared.spread, n, share=share, noise=noise)
+        n, signal = int(sums.count("sequences")), prepared.signal
+        control = control.before_update(kl, prepared.spread, n, signal=signal, noise=noise)
         if control.limit is None:
             return control.after_update(step=step, figures=figures)
         own = measurement.first(kl, control.far)
@@ -207,7 +207,7 @@ class Learner:
         sums = self.reduce(torch.stack([mask.sum().double(), mask.any(1).sum().double()]))
         length = float(sums[0] / sums[1].clamp(min=1))
         n = float(sums[1]) / self.config.algorithm.minibatches or None  # sequences in an update
-        control = self.control.init(spread=prepared.spread, length=length, n=n, floor=floor, share=prepared.share)
+        control = self.control.init(spread=prepared.spread, length=length, n=n, floor=floor, signal=prepared.signal)
         price, given = control.state.price, getattr(control.controller, "init_beta", None)
         if given is not None and isinstance(price, HoldState) and price.computed:
             kept = math.exp(price.log_rho) * price.spread  # what Hold goes on from

@@ -35,6 +35,11 @@ MOVED = 1e-4
 """Until KL has passed this share of the target the policy still is the reference, and a price has nothing to act on."""
 
 
+ROUNDED = {True: 0.01, False: 1e-5}
+"""The share of the largest advantage up to which one is taken for the rounding of equal rewards, whether or not TRL
+divides them: by their standard deviation plus 1e-4, where rounding leaves 1e-6 of rewards up to 10."""
+
+
 class Step(NamedTuple):
     """What a step's micro-batches hold, over all processes."""
 
@@ -44,6 +49,8 @@ class Step(NamedTuple):
     """Completions with such a token."""
     squares: float
     """Sum over completions of the squared advantage."""
+    told: float
+    """Completions that have an advantage: those of groups that show a signal, but for one that lies at their mean."""
 
 
 class KLControl(TrainerCallback):
@@ -193,7 +200,7 @@ class KLControl(TrainerCallback):
         """Observe, clamp, steer, publish, save: after the optimiser's step, before TRL logs and writes a checkpoint."""
         kl, step = self._observe(self.recorder.batches)
         self._update(state.global_step, kl, step)
-        self._publish(state.global_step, kl, self._spread(step))
+        self._publish(state.global_step, kl, step)
         self._set_price()
         _saved_in(state)[SAVED] = self.state_dict()
         self.recorder.batches = []
@@ -225,7 +232,8 @@ class KLControl(TrainerCallback):
 
     def _counted(self, batches: Sequence[Inputs]) -> list[Step]:
         """What each of some batches holds, over all processes."""
-        return [Step(*row) for row in reduce(self.trainer, [_count(b) for b in batches])]
+        least = ROUNDED[getattr(self.trainer.args, "scale_rewards", "none") != "none"] * max(map(_largest, batches))
+        return [Step(*row) for row in reduce(self.trainer, [_count(b, least) for b in batches])]
 
     def _update(self, at: int, kl: float | None, step: Step) -> None:
         """The control after this step: clamped on its own tokens, and at the next price.
@@ -235,13 +243,15 @@ class KLControl(TrainerCallback):
         """
         if not self.settled and self.feed_forward and (spread := self._spread(step)) is not None:
             own = sum(part.rows for part in self._counted(self.recorder.batches))  # of RLOO's step the whole is more
-            self.control = self.control.init(spread=spread, length=step.tokens / max(step.rows, 1.0), n=own or None)
+            length = step.tokens / max(step.rows, 1.0)
+            self.control = self.control.init(spread=spread, length=length, n=own or None, signal=self._signal(step))
         self.settled = True
         self.moved = self.moved or (kl is not None and not abs(kl) <= MOVED * (self.target or 1.0))
         read = self.control.before_update(
             kl,
             self._spread(step),
             max(1, round(step.rows)),
+            signal=self._signal(step),
             measured=self._before,
             fresh=self._fresh,
             steers=self.moved,
@@ -257,6 +267,10 @@ class KLControl(TrainerCallback):
         """
         hidden = getattr(self.trainer.args, "normalize_advantages", False)
         return None if hidden else math.sqrt(step.squares / max(step.rows, 1.0))
+
+    def _signal(self, step: Step) -> float:
+        """Share of the completions in groups that show a signal. In RLOO all do: its advantages hold the price."""
+        return 1.0 if isinstance(self.trainer, RLOOTrainer) else min(step.told / max(step.rows, 1.0), 1.0)
 
     def _set_price(self) -> None:
         self.trainer.beta = max(self.control.beta, self.floor)
@@ -280,10 +294,12 @@ class KLControl(TrainerCallback):
         """The monitor with what it has seen."""
         return self.control.seen
 
-    def _publish(self, at: int, kl: float | None, spread: float | None) -> None:
+    def _publish(self, at: int, kl: float | None, step: Step) -> None:
         """Into TRL's metrics, which average over ``logging_steps`` and go to every tracker."""
-        clamped = self.control.clamped
-        figures = {"beta": float(self.trainer.beta)} | ({} if spread is None else {"spread": spread})
+        clamped, spread = self.control.clamped, self._spread(step)
+        figures = {"beta": float(self.trainer.beta)}
+        if spread is not None:
+            figures |= {"spread": spread, "signal": self._signal(step)}
         if self.target is not None:
             figures["target"] = self.target
         if clamped is not None:
@@ -340,10 +356,15 @@ class KLControl(TrainerCallback):
         self.moved, self.settled = bool(saved["moved"]), bool(saved["settled"])
 
 
-def _count(inputs: Inputs) -> tuple[float, float, float]:
+def _largest(inputs: Inputs) -> float:
+    return float(inputs["advantages"].abs().max())
+
+
+def _count(inputs: Inputs, least: float) -> tuple[float, float, float, float]:
     mask, advantages = counted(inputs), inputs["advantages"].float()
     squares = advantages.square().reshape(len(advantages), -1).mean(1)
-    return float(mask.sum()), float(mask.any(1).sum()), float(squares.sum())
+    told = squares > least * least
+    return float(mask.sum()), float(mask.any(1).sum()), float(squares[told].sum()), float(told.sum())
 
 
 def _saved_in(state: TrainerState) -> dict[str, Any]:

@@ -95,7 +95,7 @@ class HoldKLController:
     ``update`` takes a KL in the unit of the target.
     """
 
-    __slots__ = ("control", "measured", "settings", "spread", "told")
+    __slots__ = ("control", "measured", "settings", "signal", "spread", "told")
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -104,6 +104,7 @@ class HoldKLController:
         """Whether a batch has told the spread of its rewards, which the price is in units of from then on."""
         self.measured: float | None = None
         self.spread: float | None = None
+        self.signal = 1.0
 
     @property
     def controller(self) -> Controller:
@@ -130,11 +131,12 @@ class HoldKLController:
         logp, ref_logp, mask = (data.batch[k] for k in ("old_log_probs", "ref_log_prob", "response_mask"))
         kl = named(self.settings.estimator)(logp.float(), ref_logp.float(), tail=TAIL)
         self.measured = float(mean(kl, mask, per=self.settings.per))
-        self.spread = _spread(data)
+        self.spread, self.signal = _spread(data)
         if not self.told and self.spread > 0:
             length = float(mask.sum(-1).float().mean())
             hold = Hold(self.settings.target, self.settings.per, init_beta=self.settings.given)
-            self.control, self.told = Control(hold).init(spread=self.spread, length=length), True
+            self.control = Control(hold).init(spread=self.spread, length=length, signal=self.signal)
+            self.told = True
             logger.warning(
                 "klamp: rewards spread by %.4g in a prompt; the first price is %.4g", self.spread, self.value
             )
@@ -153,7 +155,7 @@ class HoldKLController:
             kl, spread = current_kl if current is None else current, None
         else:
             kl, spread = self.measured, self.spread
-        self.control = self.control.before_update(kl, spread, int(n_steps)).after_update()
+        self.control = self.control.before_update(kl, spread, int(n_steps), signal=self.signal).after_update()
         self.measured = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -216,8 +218,9 @@ class HoldKLController:
         return self.settings.target, self.settings.per
 
 
-def _spread(data: Any) -> float:
-    """RMS spread of the sequences' scores within a prompt, or over the batch where no prompt has two."""
+def _spread(data: Any) -> tuple[float, float]:
+    """RMS spread of the sequences' scores within a prompt, or over the batch where no prompt has two; and the share of
+    prompts whose scores differ."""
     scores: Tensor = data.batch["token_level_scores"].double().sum(-1)
     uids = data.non_tensor_batch.get("uid")
     groups: dict[Any, list[int]] = {}
@@ -227,7 +230,7 @@ def _spread(data: Any) -> float:
     freedom = sum(len(x) - 1 for x in several)
     told = [x for x in several if len(x) > 1 and bool(x.max() > x.min())]  # the mean of equal scores is rounded
     spread = math.sqrt(sum(float((x - x.mean()).square().sum()) for x in told) / freedom) if told else 0.0
-    return spread if math.isfinite(spread) else 0.0
+    return (spread, sum(len(x) - 1 for x in told) / freedom) if 0 < spread < math.inf else (0.0, 1.0)
 
 
 def _is_klamps(kl_ctrl: object) -> TypeGuard[HoldKLController]:
