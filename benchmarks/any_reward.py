@@ -24,12 +24,13 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -109,8 +110,11 @@ def jobs(model: str, half: str, given: argparse.Namespace) -> Iterator[Job]:
                     yield Job(model, reward, rate, arm, seed, " ".join(sorted(given.set)))
 
 
-def calibration(model: str) -> dict[str, Any]:
-    """Completions of the reference: their length, the words of sparse rewards, the spread of each reward."""
+def calibration(model: str, known: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Completions of the reference: their length, the words of sparse rewards, the spread of each reward.
+
+    What ``known``, a calibration with fewer rewards, says already stays: runs that are kept were made with it.
+    """
     made = SETTINGS[model]
     with _trainer(Job(model, "never", 0, "static", 0), {"words": {}, "price": 1.0}, steps=1) as trainer:
         prompts, texts, tokens = [], [], 0.0
@@ -119,8 +123,10 @@ def calibration(model: str) -> dict[str, Any]:
             prompts += rollout.prompts
             texts += rollout.completions
             tokens += float(rollout.mask.sum())
-    found = many_rewards.calibrate(prompts, texts, GROUP)
+    found = many_rewards.calibrate(prompts, texts, GROUP, known.get("words", {}))
     length = tokens / len(texts)
+    if known:
+        return {**known, **{name: {**values, **known[name]} for name, values in found.items()}}
     return {"model": model, "length": length, "price": UNIT / (2 * TARGET * length) ** 0.5, **found}
 
 
@@ -285,19 +291,16 @@ def key(row: dict[str, Any]) -> str:
     return "/".join(map(str, (*parts, *filter(None, [row.get("settings")]))))
 
 
-def reused(paths: Sequence[Path], rewards: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Runs at constant prices in ``paths`` and their calibrations, those that know every one of ``rewards``."""
+def reused(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """Runs at constant prices in ``paths`` and their calibrations."""
     if missing := [str(path) for path in paths if not path.is_file()]:
         raise SystemExit(f"--reuse: there is no {', '.join(missing)}. Pass --reuse alone to run every constant again.")
-    rows = read(paths)
-    known = {row["model"] for row in rows if "price" in row and set(rewards) <= set(row["means"])}
-    return [row for row in rows if row["model"] in known and ("price" in row or constant(row["arm"]))]
+    return [row for row in read(paths) if "price" in row or constant(row["arm"])]
 
 
 def work(given: argparse.Namespace) -> None:
     """Run what is not there yet, so many at a time a model, until the deadline."""
-    wanted = given.rewards or [name for half in given.half for name in many_rewards.HALVES[half]]
-    have = {key(row): row for row in [*reused(given.reuse, wanted), *read([given.out])]}
+    have = {key(row): row for row in [*reused(given.reuse), *read([given.out])]}
     end = time.time() + given.seconds
     workers = dict(zip(given.models, given.workers, strict=True))
     pools = {m: ProcessPoolExecutor(n, mp_context=get_context("spawn")) for m, n in workers.items()}
@@ -308,10 +311,11 @@ def work(given: argparse.Namespace) -> None:
             out.write(json.dumps(row) + "\n")
             out.flush()
 
-        starting = {pools[m].submit(calibration, m): m for m in given.models if f"{m}/None/None/None/None" not in have}
-        for done in starting:
-            keep(done.result())
         todo = {m: [j for half in given.half for j in jobs(m, half, given)] for m in given.models}
+        known = {m: have.get(f"{m}/None/None/None/None", {}) for m in given.models}
+        lacking = [m for m in todo if not {j.reward for j in todo[m]} <= known[m].get("means", {}).keys()]
+        for done in [pools[m].submit(calibration, m, known[m]) for m in lacking]:
+            keep(done.result())
         todo = {m: [j for j in listed if key(asdict(j)) not in have] for m, listed in todo.items()}
         _drain(pools, workers, todo, have, keep, end)
     for pool in pools.values():

@@ -10,10 +10,11 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any
 
 Reward = Callable[..., list[float]]
@@ -34,6 +35,8 @@ HELD_OUT_7 = ("word 5 %", "long word", "alphabetical", "negative")
 """Written when all but CALM was settled; the 5 % word was looked at when the unit of the price was chosen."""
 HELD_OUT_8 = ("word 10 %", "word 1 %", "exclamation", "last y")
 """Sparse ones, written when the unit of the price was chosen; none of them decided anything."""
+HELD_OUT_9 = ("few prompts", "jackpot", "brevity", "repeats")
+"""Written last of all, and run once."""
 HALVES = {
     "development": DEVELOPMENT,
     "held-out": HELD_OUT,
@@ -44,6 +47,7 @@ HALVES = {
     "held-out-6": HELD_OUT_6,
     "held-out-7": HELD_OUT_7,
     "held-out-8": HELD_OUT_8,
+    "held-out-9": HELD_OUT_9,
 }
 SPARSE = {"word 2 %": 0.02, "word 0.3 %": 0.003, "word 5 %": 0.05, "word 10 %": 0.1, "word 1 %": 0.01}
 AVOIDED = {"avoid": 0.05}
@@ -88,6 +92,10 @@ WHAT = {
     "word 1 %": "holds a word that 1 % hold",
     "exclamation": "1 where there is an exclamation mark",
     "last y": "1 where the last word ends in a y",
+    "few prompts": "letters for a quarter of the prompts, 0 for the others",
+    "jackpot": "vowels, and 20 more where the 2 % word is held",
+    "brevity": "minus the words: completions shrink",
+    "repeats": "share of words that were there before: the reward of a policy that falls apart",
 }
 
 
@@ -194,6 +202,23 @@ def last_y(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     return [float(re.search(r"y[^a-z]*$", text.lower()) is not None) for text in completions]
 
 
+def few_prompts(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return [m if len(p) % 4 == 0 else 0.0 for p, m in zip(prompts, letters(prompts, completions), strict=True)]
+
+
+def jackpot(prompts: list[str], completions: list[str], *, word: str, **_: Any) -> list[float]:
+    found = zip(vowels(prompts, completions), holds(prompts, completions, word=word), strict=True)
+    return [v + 20 * held for v, held in found]
+
+
+def brevity(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return [-n for n in length(prompts, completions)]
+
+
+def repeats(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return [1 - share for share in distinct(prompts, completions)]
+
+
 def alphabetical(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     words = [re.findall(r"[a-z]+", text.lower()) for text in completions]
     return [sum(a <= b for a, b in pairwise(each)) / max(len(each) - 1, 1) for each in words]
@@ -246,6 +271,8 @@ def reward(name: str, words: dict[str, str], seed: int) -> Reward:
         return partial(holds, word=words[name])
     if name in AVOIDED:
         return partial(lacks, word=words[name])
+    if name == "jackpot":
+        return partial(jackpot, word=words["word 2 %"])
     plain: dict[str, Reward] = {
         "sentiment": sentiment,
         "vowels": vowels,
@@ -277,6 +304,9 @@ def reward(name: str, words: dict[str, str], seed: int) -> Reward:
         "negative": partial(sentiment, scale=-1.0),
         "exclamation": exclamation,
         "last y": last_y,
+        "few prompts": few_prompts,
+        "brevity": brevity,
+        "repeats": repeats,
     }
     return Noise(seed) if name == "noise" else plain[name]
 
@@ -292,13 +322,16 @@ def consonants(prompts: list[str], completions: list[str], **_: Any) -> list[flo
     return [-v for v in vowels(prompts, completions)]
 
 
-def calibrate(prompts: Sequence[str], completions: Sequence[str], group: int) -> dict[str, Any]:
-    """Words of sparse rewards; each reward's spread over groups of the reference's completions, and its mean."""
+def calibrate(
+    prompts: Sequence[str], completions: Sequence[str], group: int, chosen: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Words of sparse rewards, but for those ``chosen``; each reward's spread over groups of the reference's
+    completions, and its mean."""
     present = Counter(w for text in completions for w in set(re.findall(r"[a-z]{4,}", text.lower())))
-    words = {}
+    words = dict(chosen)
     for name, share in (SPARSE | AVOIDED).items():
         wanted = share * len(completions)
-        words[name] = min(present, key=lambda w: (abs(math.log(present[w] / wanted)), w))
+        words.setdefault(name, min(present, key=lambda w: (abs(math.log(present[w] / wanted)), w)))
     spreads, means = {}, {}
     for name in (name for half in HALVES.values() for name in half):
         spreads[name] = _spread(reward(name, words, 0)(list(prompts), list(completions)), group)
