@@ -163,6 +163,7 @@ def _driven(state: HoldState, spread: Known, signal: float) -> tuple[HoldState, 
     if state.square == 0 and state.computed:  # gradient noise is that of these groups, too
         noisy = (math.exp(state.log_rho) / (DOUBT * state.lowest)) ** 2
         after = replace(after, log_rho=state.log_rho + math.log((0.5 + signal * (noisy - 0.5)) / noisy) / 2)
+        after = replace(after, lowest=state.lowest * math.sqrt(signal))
     elif state.square == 0:  # a price that was given stays what it was
         after = replace(after, log_rho=state.log_rho - math.log(after.spread))
     return after, min(spread / after.spread, 1.0)
