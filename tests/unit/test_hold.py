@@ -480,6 +480,26 @@ def test_a_first_price_follows_the_first_signal_at_once_and_one_of_ones_own_stay
     assert given.spread == pytest.approx(0.7)
 
 
+@pytest.mark.parametrize(("told", "floor"), [(1.0, 0.5), (0.49, 0.35), (0.25, 0.25), (0.01, 0.25)])
+@pytest.mark.parametrize("silent", [0, 7])
+def test_where_few_groups_show_a_signal_the_price_may_come_down_as_far_as_all_groups_would_say(
+    told: float, floor: float, silent: int
+) -> None:
+    """The right unit lies between the two spreads; down to half of the lower, and a quarter of the higher."""
+    hold, spread = Hold(6.0, "sequence"), 0.7 * math.sqrt(told)
+    state = hold.init(spread=0.0) if silent else hold.init(spread=spread, signal=told)
+    for _ in range(silent):
+        state = hold.update(state, 0.0, spread=0.0)
+    prices = []
+    for _ in range(300):  # KL stays far too low, whatever the price
+        state = hold.update(state, 0.01, spread=spread, signal=told)
+        prices.append(state.beta / (0.7 * RHO))
+    assert prices[-1] == pytest.approx(floor, rel=1e-6)
+    for _ in range(300):  # and then far too high
+        state = hold.update(state, 600.0, spread=spread, signal=told)
+    assert state.beta / (0.7 * RHO) == pytest.approx(20 * floor, rel=1e-6), "never less than five times the computed"
+
+
 @pytest.mark.parametrize("told", [0.0, -1.0, math.nan, math.inf])
 def test_a_share_of_groups_that_is_none_is_refused_by_the_first_price_and_leaves_the_others(told: float) -> None:
     hold = Hold(6.0, "sequence")

@@ -22,9 +22,9 @@ from klamp.errors import require_number, unknown
 from klamp.masked import Unit
 
 PRESETS = {"conservative": 0.02, "moderate": 0.08, "aggressive": 0.15}  # nats per token, inside the usual bands
-DOUBT = 2.0  # how far a price computed from spread and length may be wrong, and so rho's floor
+DOUBT = 2.0  # how far a computed price may be wrong, and so rho's floor; twice as far where few groups show a signal
 BATCH = 48.0  # sequences in an update whose gradient noise is taken to make the target KL at the computed price
-CEILING = 10.0  # rho rises to CEILING times that at most: the reward is a tenth of the gradient, and Adam normalises
+CEILING = 10.0  # rho rises to DOUBT CEILING times its floor: the reward is a tenth of the gradient, and Adam normalises
 TRUST = 4.0  # odds by which an error is put down to the rate, not to that price; to a price that was given, 1 / TRUST
 FIRST_RATE = 1 / 15  # 15 steps from the reference to the target: runs take 3 to 80, and this is their geometric mean
 RATES = math.log(1 / 400), math.log(1 / 2)  # bounds of log rate: 400 steps are out of reach of a run, 2 are no climb
@@ -45,7 +45,7 @@ class HoldState(State):
     log_rho: float = 0.0
     """``log rho*``: the price in units of the spread under which x settles at 1."""
     lowest: float = 0.0
-    """The lowest rho that is charged: half the computed one; 0 where none could be computed."""
+    """The lowest rho that is charged: half the computed one, less where few groups show a signal; 0 without one."""
     x: float = 0.0
     """``sqrt(KL / target)``, freed of noise."""
     pace: float = 0.0
@@ -131,8 +131,7 @@ class Hold:
     ) -> HoldState:
         """The state after observing ``kl``, good to ``noise``, relative to it (``n`` is not used).
 
-        ``effort`` is what a clamp undid: all of it counts as climb. ``spread``, over all groups, keeps its last value
-        without a new one; ``signal`` is the share of groups that show one.
+        ``effort``, what a clamp undid, counts as climb. ``spread`` is over all groups, ``signal`` the share with one.
         """
         if left_out := base.skip(state, kl, HoldState):
             return left_out
@@ -160,10 +159,10 @@ def _driven(state: HoldState, spread: Known, signal: float) -> tuple[HoldState, 
     spread /= math.sqrt(signal)  # that of the groups with a signal
     weight = max(SMOOTHING, 1 / state.updates) if state.square else 1.0  # the first signal, however late, is the usual
     after = replace(state, square=state.square + weight * (spread * spread - state.square))
-    if state.square == 0 and state.computed:  # gradient noise is that of these groups, too
-        noisy = (math.exp(state.log_rho) / (DOUBT * state.lowest)) ** 2
-        after = replace(after, log_rho=state.log_rho + math.log((0.5 + signal * (noisy - 0.5)) / noisy) / 2)
-        after = replace(after, lowest=state.lowest * math.sqrt(signal))
+    if state.square == 0 and state.computed:  # gradient noise is that of these groups, too, and all the drive may be
+        rho = DOUBT * state.lowest
+        start = rho * math.sqrt(0.5 + signal * ((math.exp(state.log_rho) / rho) ** 2 - 0.5))
+        after = replace(after, log_rho=math.log(start), lowest=state.lowest * max(math.sqrt(signal), 1 / DOUBT))
     elif state.square == 0:  # a price that was given stays what it was
         after = replace(after, log_rho=state.log_rho - math.log(after.spread))
     return after, min(spread / after.spread, 1.0)
