@@ -94,6 +94,25 @@ def test_the_price_is_in_units_of_the_spread_of_groups_that_show_a_signal(traine
     assert unit == pytest.approx(2 * spread, rel=1e-9)
 
 
+@pytest.mark.parametrize("micro", [40, 8])
+def test_a_completion_at_the_mean_of_its_group_belongs_to_a_group_with_a_signal(trainer: Make, micro: int) -> None:
+    """Graded rewards: three of five completions of a rewarded prompt have no advantage, in whatever micro-batch."""
+
+    def graded(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        first, seen = list(dict.fromkeys(prompts))[:2], dict.fromkeys(prompts, 0)
+        found = []
+        for prompt in prompts:
+            found.append((0.0, 0.5, 0.5, 0.5, 1.0)[seen[prompt]] if prompt in first else 0.0)
+            seen[prompt] += 1
+        return found
+
+    settings = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": 40 // micro, "num_generations": 5}
+    t, _ = controlled(trainer(max_steps=1, reward_funcs=graded, **settings), clamp=False)
+    assert logged(t, "klamp/signal") == [0.25]
+    unit = t.state.stateful_callbacks[SAVED]["controller"]["square"] ** 0.5
+    assert unit == pytest.approx(math.sqrt(4 / 5), rel=1e-3)  # over their own standard deviation and 1e-4
+
+
 def test_a_first_price_far_from_the_computed_one_is_left_at_the_first_update(trainer: Make) -> None:
     far = Hold(target=0.05, per="token", init_beta=0.01)
     t, control = controlled(trainer(max_steps=4, learning_rate=0.1), far, clamp=False)

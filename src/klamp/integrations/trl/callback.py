@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
+from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_callback import TrainerState
 from trl.trainer.rloo_trainer import RLOOTrainer
@@ -22,7 +23,17 @@ from klamp.controllers import Controller, State, Target
 from klamp.errors import ConfigError, KlampError, require_number
 from klamp.integrations.trl import checks
 from klamp.integrations.trl.checks import Reminder, calling_trainer, controller_of, remind
-from klamp.integrations.trl.tokens import Inputs, OwnKL, Recorder, Trainer, counted, policy_of, reduce
+from klamp.integrations.trl.tokens import (
+    Inputs,
+    OwnKL,
+    Recorder,
+    Trainer,
+    counted,
+    policy_of,
+    reduce,
+    squared_advantage,
+    with_signal,
+)
 from klamp.masked import Unit
 from klamp.monitor import BAND, Alarm, Monitor, logger
 
@@ -50,7 +61,7 @@ class Step(NamedTuple):
     squares: float
     """Sum over completions of the squared advantage."""
     told: float
-    """Completions that have an advantage: those of groups that show a signal, but for one that lies at their mean."""
+    """Completions of prompts that show a signal."""
 
 
 class KLControl(TrainerCallback):
@@ -232,8 +243,9 @@ class KLControl(TrainerCallback):
 
     def _counted(self, batches: Sequence[Inputs]) -> list[Step]:
         """What each of some batches holds, over all processes."""
-        least = ROUNDED[getattr(self.trainer.args, "scale_rewards", "none") != "none"] * max(map(_largest, batches))
-        return [Step(*row) for row in reduce(self.trainer, [_count(b, least) for b in batches])]
+        share = ROUNDED[getattr(self.trainer.args, "scale_rewards", "none") != "none"]
+        told = with_signal(batches, share)
+        return [Step(*row) for row in reduce(self.trainer, list(map(_count, batches, told)))]
 
     def _update(self, at: int, kl: float | None, step: Step) -> None:
         """The control after this step: clamped on its own tokens, and at the next price.
@@ -356,14 +368,8 @@ class KLControl(TrainerCallback):
         self.moved, self.settled = bool(saved["moved"]), bool(saved["settled"])
 
 
-def _largest(inputs: Inputs) -> float:
-    return float(inputs["advantages"].abs().max())
-
-
-def _count(inputs: Inputs, least: float) -> tuple[float, float, float, float]:
-    mask, advantages = counted(inputs), inputs["advantages"].float()
-    squares = advantages.square().reshape(len(advantages), -1).mean(1)
-    told = squares > least * least
+def _count(inputs: Inputs, told: Tensor) -> tuple[float, float, float, float]:
+    mask, squares = counted(inputs), squared_advantage(inputs)
     return float(mask.sum()), float(mask.any(1).sum()), float(squares[told].sum()), float(told.sum())
 
 

@@ -5,6 +5,7 @@ Shapes: B completions of T tokens in a micro-batch; hidden [B, T, H], row t the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -41,6 +42,34 @@ def counted(inputs: Inputs) -> Tensor:
     """[B, T], True where TRL counts a token: completions, without padding and without tool output."""
     mask: Tensor = inputs["completion_mask"].bool()
     return mask if "tool_mask" not in inputs else mask & inputs["tool_mask"].bool()
+
+
+def squared_advantage(inputs: Inputs) -> Tensor:
+    """[B], the mean over its tokens where a completion has an advantage for each."""
+    squares: Tensor = inputs["advantages"].float().square()
+    return squares.reshape(len(squares), -1).mean(1)
+
+
+def with_signal(batches: Sequence[Inputs], rounding: float) -> list[Tensor]:
+    """[B] of each micro-batch, True where some completion of the same prompt has an advantage.
+
+    Up to ``rounding`` of the largest it is taken for none. TRL shuffles groups over a step's micro-batches, and the
+    prompt tells which are one; where there are images it does not, and each completion is taken alone.
+    """
+    squares = [squared_advantage(inputs) for inputs in batches]
+    least = rounding**2 * max(float(each.max()) for each in squares)
+    own = [each > least for each in squares]
+    if any("pixel_values" in inputs for inputs in batches):
+        return own
+    prompts = [_prompts(inputs) for inputs in batches]
+    told = {name for names, has in zip(prompts, own, strict=True) for name in itertools.compress(names, has.tolist())}
+    return [torch.tensor([name in told for name in names], device=own[0].device) for names in prompts]
+
+
+def _prompts(inputs: Inputs) -> list[tuple[int, ...]]:
+    """The token ids of each prompt, without padding."""
+    kept = zip(inputs["prompt_ids"], inputs["prompt_mask"].bool(), strict=True)
+    return [tuple(ids[mask].tolist()) for ids, mask in kept]
 
 
 def text_of(inputs: Inputs) -> dict[str, Tensor]:
