@@ -6,6 +6,8 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean, variance
 from typing import Any
 
@@ -120,10 +122,15 @@ def target(row: Row) -> float:
     return float(given.get("kl.target", TARGET))
 
 
-def over(row: Row) -> float:
-    """The highest reading over the limit, freed of twice its own noise."""
+def freed(row: Row) -> list[float]:
+    """Readings over the limit, each freed of twice its own noise."""
     noisy = zip(row["kl"], row.get("noise", [0.0] * len(row["kl"])), strict=True)
-    return max(kl / (1 + 1.96 * noise) for kl, noise in noisy) / (LIMIT * target(row))
+    return [kl / (1 + 1.96 * noise) / (LIMIT * target(row)) for kl, noise in noisy]
+
+
+def over(row: Row) -> float:
+    """The highest of them."""
+    return max(freed(row))
 
 
 def cells(rows: Sequence[Row], constants: Sequence[Row], made: Row) -> list[str]:
@@ -148,49 +155,157 @@ def cells(rows: Sequence[Row], constants: Sequence[Row], made: Row) -> list[str]
 
 COLUMNS = {
     "hold": ("reward", "seeds", "highest", "beyond noise / limit", "fresh / limit", "late KL", "gain %", "effort %"),
-    "hold-price": ("reward", "seeds", "highest", "beyond noise", "late KL", "gain %"),
+    "hold-price": ("reward", "seeds", "highest", "beyond noise", "mean highest", "constant's", "late KL", "gain %"),
 }
 WIDEST = 50.0
 """A gain of several runs whose interval is wider, in per cent to a side, or unknown, is not shown."""
+LEAST_KL = 0.5
+"""Neither is that of one run which comes no nearer to its target: what it gains is of the size of its error."""
 
 
 def page(rows: Sequence[Row], model: str, arm: str) -> list[str]:
-    """The table of docs/results.md for one arm at the usual setting, in Markdown.
+    """What docs/results.md says of one arm at the usual setting, in Markdown: its table, and a list that sums it up.
 
-    Bold is outside the aims; a dagger marks runs that were made with a law before the last one of ``rows``.
+    Bold is outside the aims; something of the law was chosen on the rewards in italics.
     """
-    newest = max(r["law"] for r in rows if "law" in r)
     made = next(r for r in rows if r["model"] == model and "price" in r)
     runs = [r for r in rows if "arm" in r and _group(r) == (model, 0, "")]
-    lines = ["| " + " | ".join(COLUMNS[arm]) + " |", "|" + " --- |" * len(COLUMNS[arm])]
-    for name in (name for half in many_rewards.HALVES.values() for name in half if name != "never"):
+    judged = []
+    for name in (name for half in many_rewards.HALVES.values() for name in half):
         own = [r for r in runs if (r["reward_name"], r["arm"]) == (name, arm)]
-        constants = [r for r in runs if r["reward_name"] == name and r["arm"].startswith("x ")]
         if own:
-            mark = " †" if any(r["law"] < newest for r in own) else ""
-            lines.append("| " + " | ".join([name + mark, *_judged(own, constants, made, arm)]) + " |")
-    return lines
+            constants = [r for r in runs if r["reward_name"] == name and r["arm"].startswith("x ")]
+            judged.append(Judged(name, own, cells(own, constants, made), made, constants))
+    lines = ["| " + " | ".join(COLUMNS[arm]) + " |", "|" + " --- |" * len(COLUMNS[arm])]
+    lines += ["| " + " | ".join(j.row()) + " |" for j in judged if j.name != "never"]
+    return [*lines, "", *summary(judged)]
 
 
-def _judged(own: Sequence[Row], constants: Sequence[Row], made: Row, arm: str) -> list[str]:
-    """The cells of one reward in :func:`page`."""
-    seeds, highest, over_limit, ended, settled, _, shown, effort, _, _ = cells(own, constants, made)
-    name, clamped = own[0]["reward_name"], arm == "hold"
-    gained, _, width = shown.partition(" ± ")
-    if shown and (float(width) > WIDEST if width else len(own) > 1):
-        gained = shown = ""
+@dataclass(frozen=True)
+class Judged:
+    """The runs of one arm on one reward, beside the aims."""
 
-    def bold(text: str, holds: bool) -> str:
-        return text if holds else f"**{text}**"
+    name: str
+    runs: Sequence[Row]
+    figures: Sequence[str]
+    """As :func:`cells` has them."""
+    made: Row
+    constants: Sequence[Row]
 
-    short = shown and float(gained) < (97 if clamped else 95)
-    if clamped:
-        within = [bold(over_limit, float(over_limit) <= 1.1), bold(ended, float(ended) <= 1.1)]
-        return [seeds, highest, *within, settled, bold(shown, not short), bold(effort, float(effort) <= 3)]
-    at_most = 2 if name in many_rewards.SPARSE else 1.5
-    beyond = f"{LIMIT * max(map(over, own)):.2f}"
-    near = bold(settled, 0.8 <= float(settled) <= 1.2)
-    return [seeds, bold(highest, float(highest) <= at_most), beyond, near, bold(shown, not short)]
+    @property
+    def decided(self) -> bool:
+        """Whether something of the law was chosen on these runs."""
+        return self.name in many_rewards.DECIDED[self.made["model"]]
+
+    @property
+    def clamped(self) -> bool:
+        return self.runs[0]["arm"] == "hold"
+
+    @property
+    def settled(self) -> float:
+        """KL of the last third over the target."""
+        return float(self.figures[4])
+
+    @property
+    def gain(self) -> str:
+        """In per cent, with its interval; empty where it says nothing."""
+        shown = self.figures[6]
+        width = shown.partition(" ± ")[2]
+        silent = float(width) > WIDEST if width else len(self.runs) > 1 or self.settled < LEAST_KL
+        return "" if shown and silent else shown
+
+    @property
+    def least(self) -> int:
+        """The least gain that is within the aims."""
+        return 97 if self.clamped else 95
+
+    @property
+    def most(self) -> float:
+        """The highest reading within the aims without a clamp: more where most groups show no signal at first."""
+        return 2 if self.made["spreads"][self.name] ** 2 < 0.5 else 1.5
+
+    @property
+    def short(self) -> bool:
+        return bool(self.gain) and gained(self.gain) < self.least
+
+    def row(self) -> list[str]:
+        seeds, highest, over_limit, ended, settled, _, _, effort, _, _ = self.figures
+
+        def bold(text: str, holds: bool) -> str:
+            return text if holds else f"**{text}**"
+
+        name, gain = f"*{self.name}*" if self.decided else self.name, bold(self.gain, not self.short)
+        if self.clamped:
+            within = [bold(over_limit, float(over_limit) <= 1.1), bold(ended, float(ended) <= 1.1)]
+            return [name, seeds, highest, *within, settled, gain, bold(effort, float(effort) <= 3)]
+        beyond = f"{LIMIT * max(map(over, self.runs)):.2f}"
+        mean, theirs = fmean(map(highest_reading, self.runs)), constants_highest(self.runs, self.constants)
+        peaks = [f"{mean:.2f}", "" if theirs is None else f"{theirs:.2f}"]
+        near = bold(settled, 0.8 <= self.settled <= 1.2)
+        return [name, seeds, bold(highest, float(highest) <= self.most), beyond, *peaks, near, gain]
+
+
+def highest_reading(row: Row) -> float:
+    """Over the target."""
+    return max(row["kl"]) / target(row)
+
+
+def constants_highest(rows: Sequence[Row], constants: Sequence[Row]) -> float | None:
+    """The mean highest reading of runs at constant prices with the KL of ``rows`` in the last third, read off the line
+    through the two constants around it; None where it does not lie between two."""
+    by_price = defaultdict(list)
+    for c in constants:
+        by_price[c["arm"]].append(c)
+    points = [(fmean(late(r["kl"]) for r in runs), fmean(map(highest_reading, runs))) for runs in by_price.values()]
+    at = fmean(late(r["kl"]) for r in rows)
+    for (low, a), (high, b) in pairwise(sorted(points)):
+        if low <= at <= high:
+            return a + (b - a) * (at - low) / (high - low)
+    return None
+
+
+def gained(shown: str) -> float:
+    """The gain without its interval."""
+    return float(shown.partition(" ± ")[0])
+
+
+def summary(judged: Sequence[Judged]) -> list[str]:
+    """What the runs of one arm come to, as a Markdown list."""
+    runs = [row for j in judged for row in j.runs]
+    readings = sum(len(row["kl"]) for row in runs)
+    lines = [f"{len(runs)} runs on {len(judged)} rewards, {readings} readings of KL."]
+    if judged[0].clamped:
+        fresh = max(row["fresh"][0] / target(row) for row in runs) / LIMIT
+        above = sum(reading > 1.1 for row in runs for reading in freed(row))
+        effort = 100 * max(fmean(row["effort"]) for row in runs)
+        lines += [
+            f"KL of fresh samples ends at {fresh:.2f} of its limit or below.",
+            f"{above} readings are above 1.1 of the limit by more than twice their standard error.",
+            f"The clamp undoes {effort:.1f} % of the displacement a step at most.",
+        ]
+    else:
+        pulls = [j for j in judged if j.name not in many_rewards.NOTHING]
+        away = [f"{j.name} ({j.settled:.2f})" for j in pulls if not 0.8 <= j.settled <= 1.2]
+        peaks = [[highest_reading(row) > j.most for row in j.runs] for j in judged]
+        beyond = [j.name for j in judged if LIMIT * max(map(over, j.runs)) > j.most]
+        lines += [
+            f"KL of the last third is within 20 % of the target on {len(pulls) - len(away)} of {len(pulls)} rewards; "
+            f"not on {', '.join(away)}.",
+            f"{sum(map(sum, peaks))} runs have a reading above 1.5 times the target (2 with a sparse reward), on "
+            f"{sum(map(any, peaks))} rewards; beyond its noise on {', '.join(beyond) or 'none'}.",
+        ]
+    known = [j for j in judged if j.gain]
+    gains = [gained(j.gain) for j in known]
+    short = ", ".join(f"{j.name} ({j.gain})" for j in known if j.short) or "none"
+    lines.append(
+        f"The gain is {min(gains):.0f} to {max(gains):.0f} % on {len(known)} rewards, {fmean(gains):.0f} % in the "
+        f"mean; below {judged[0].least} % on {short}."
+    )
+    once = [gained(j.gain) for j in known if not j.decided]
+    lines.append(f"On the {len(once)} of them that nothing was chosen on it is {fmean(once):.0f} % in the mean.")
+    idle = [f"{j.figures[8].replace('-', ' to ')} with *{j.name}*" for j in judged if j.name in many_rewards.NOTHING]
+    lines.append(f"`beta / (rho0 · spread)` is {', '.join(idle)}.")
+    return [f"- {line}" for line in lines]
 
 
 HEADINGS = (

@@ -49,6 +49,17 @@ HALVES = {
     "held-out-8": HELD_OUT_8,
     "held-out-9": HELD_OUT_9,
 }
+DECIDED = {
+    "tiny": (
+        *("vowels", "sentiment", "word 2 %", "commas", "format", "alliteration", "distinct words"),  # BATCH
+        *("capitals", "word 5 %", "both", "delayed"),  # CALM; the unit of the price
+    ),
+    "smollm2": (
+        *("letters", "echo", "capitals", "alliteration", "sentiment", "commas"),  # CALM
+        *("vowels", "format", "distinct words", "eight words"),  # how fast a KL above its target is met
+    ),
+}
+"""Rewards that something of the law was chosen on, by the model that it was run with."""
 SPARSE = {"word 2 %": 0.02, "word 0.3 %": 0.003, "word 5 %": 0.05, "word 10 %": 0.1, "word 1 %": 0.01}
 AVOIDED = {"avoid": 0.05}
 """Rewards for the absence of a word, by the share of the reference's completions that hold it."""
