@@ -43,8 +43,10 @@ def group_advantages(
     keep = as_mask(valid, rewards).view(-1, group_size)
     r = select(rewards.view(-1, group_size), keep)
     count = keep.sum(1, keepdim=True)
-    # Equal rewards say nothing, and their mean may miss them by rounding, which the division would blow up.
-    tied = select(r, keep, -torch.inf).amax(1, keepdim=True) == select(r, keep, torch.inf).amin(1, keepdim=True)
+    # Equal rewards say nothing. Their mean may miss them by rounding, which the division would blow up.
+    high, low = select(r, keep, -torch.inf).amax(1, keepdim=True), select(r, keep, torch.inf).amin(1, keepdim=True)
+    rounding = 4 * torch.finfo(r.dtype).eps * torch.maximum(high.abs(), low.abs())  # of sums that are equal on paper
+    tied = (high == low) | ((high - low <= rounding) & rounding.isfinite())
     centred = select(r - r.sum(1, keepdim=True) / count.clamp(min=1), keep & ~tied)
     if std:
         variance = (centred * centred).sum(1, keepdim=True) / (count - correction).clamp(min=1)

@@ -134,8 +134,8 @@ class Control:
             length: mean number of tokens in a completion; Hold needs it with ``spread`` for a target per token.
             n: sequences in an update. Without a clamp Hold starts higher the fewer they are, because gradient noise
                 makes KL, too, and nothing else takes it back.
-            signal: share of its groups that show one: whose completions differ in their reward. The price is in units
-                of the spread in these.
+            signal: share of its groups that show a signal: whose completions differ in their reward. The price is in
+                units of the spread in these.
             floor: what rounding alone makes of KL, in the unit of the target: a bfloat16 model reads about 0.002 nats
                 per token beside itself. The controller sees the KL above it.
 
@@ -165,7 +165,8 @@ class Control:
             kl: the batch's KL in the unit of the target. None: this step measured none, and steers nothing.
             spread: RMS of its advantages within a prompt; groups without signal count as zero.
             n: sequences behind ``kl``.
-            signal: share of its groups that show one: whose completions differ in their reward.
+            signal: share of its groups that show a signal: whose completions differ in their reward. Tell it to
+                :meth:`init` too, or to neither.
             noise: relative standard error of ``kl``; 0 where it is not known.
             measured: KL before the update as ``measure`` of :meth:`after_update` reads it, where that differs.
             fresh: False for tokens that were trained on before: they tell how KL changed, not where it is.
@@ -175,6 +176,7 @@ class Control:
             The control that :meth:`after_update` goes on from.
         """
         kl = None if kl is None else observed(kl)
+        spread = 0.0 if spread is not None and signal == 0 else spread
         reading = BatchKL(kl, n, spread, noise, measured, steers, groups_told(signal, spread))
         read = kl if measured is None else measured
         gauge, last = self.state.gauge, self.state.last

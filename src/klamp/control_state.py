@@ -25,7 +25,7 @@ class BatchKL:
     n: int = 1
     """Sequences behind it."""
     spread: float | None = None
-    """RMS of the advantages within a prompt."""
+    """RMS of the advantages within a prompt; groups without signal count as zero."""
     noise: float = 0.0
     """Relative standard error of ``kl``."""
     measured: float | None = None
@@ -33,7 +33,7 @@ class BatchKL:
     steers: bool = True
     """Whether the price follows it."""
     signal: float = 1.0
-    """Share of the groups that show one."""
+    """Share of the groups that show a signal."""
 
 
 @dataclass(frozen=True)

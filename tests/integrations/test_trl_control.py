@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ import torch
 from klamp import Fixed, Hold, Ziegler
 from klamp.clamp import Clamped, Gauge, GaugeState
 from klamp.integrations.trl import KlampGRPOTrainer, KLControl
-from klamp.integrations.trl.callback import LIMIT, MOVED, SAVED
-from klamp.integrations.trl.tokens import OwnKL, counted, policy_of, text_of
+from klamp.integrations.trl.callback import LIMIT, MOVED, SAVED, _count
+from klamp.integrations.trl.tokens import OwnKL, counted, policy_of, text_of, with_signal
 
 pytestmark = pytest.mark.slow
 
@@ -111,6 +112,36 @@ def test_a_completion_at_the_mean_of_its_group_belongs_to_a_group_with_a_signal(
     assert logged(t, "klamp/signal") == [0.25]
     unit = t.state.stateful_callbacks[SAVED]["controller"]["square"] ** 0.5
     assert unit == pytest.approx(math.sqrt(4 / 5), rel=1e-3)  # over their own standard deviation and 1e-4
+
+
+@pytest.mark.parametrize("scale", ["group", "batch"])
+@pytest.mark.parametrize(("reward", "size"), [(0.7, 7), (2.9, 5), (9.7, 10)])
+def test_equal_rewards_are_no_signal_though_trl_divides_their_rounding(
+    trainer: Make, reward: float, size: int, scale: str
+) -> None:
+    settings = {"per_device_train_batch_size": 2 * size, "num_generations": size, "scale_rewards": scale}
+    t, control = controlled(
+        trainer(max_steps=2, reward_funcs=lambda completions, **_: [reward] * len(completions), **settings), clamp=False
+    )
+    assert logged(t, "klamp/spread") == [0, 0]
+    assert control.state.square == 0
+    assert control.state.beta > 0.1, "a first price without a signal, and not one of rounding"
+
+
+def test_completions_that_are_masked_whole_count_neither_as_rows_nor_as_signal() -> None:
+    """``mask_truncated_completions`` leaves some out; here two of the told prompt."""
+    trainer = SimpleNamespace(args=SimpleNamespace(scale_rewards="group"))
+    inputs = {
+        "prompt_ids": torch.tensor([[0, 5]] * 4 + [[6, 5]] * 4),
+        "prompt_mask": torch.tensor([[0, 1]] * 4 + [[1, 1]] * 4),
+        "completion_mask": torch.tensor([1, 0, 1, 0, 1, 1, 1, 0])[:, None].expand(8, 3),
+        "advantages": torch.tensor([1.5, -0.5, -0.5, -0.5, 0.0, 1e-4, 0.0, 0.0]),
+    }
+    halves = [{name: x[i::2] for name, x in inputs.items()} for i in (0, 1)]  # groups lie over both micro-batches
+    told = with_signal(trainer, halves)
+    assert [each.tolist() for each in told] == [[True, True, False, False], [False] * 4]
+    tokens, rows, squares, signal = (sum(x) for x in zip(*map(_count, halves, told), strict=True))
+    assert (tokens, rows, squares, signal) == (15, 5, 1.5**2 + 0.5**2, 2)
 
 
 def test_a_first_price_far_from_the_computed_one_is_left_at_the_first_update(trainer: Make) -> None:

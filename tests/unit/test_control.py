@@ -238,19 +238,28 @@ def test_it_is_controller_gauge_clamp_and_monitor_called_in_turn() -> None:
         assert control.state.monitor == monitor.state
 
 
-def test_a_logged_run_replayed_has_the_trainers_prices(tmp_path: Path) -> None:
+def some_told(prompts: list[str], completions: list[str]) -> list[float]:
+    """The length of the first prompt's completions; one reward for those of the others."""
+    return [float(len(c)) if p == prompts[0] else 0.7 for p, c in zip(prompts, completions, strict=True)]
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_logged_run_replayed_has_the_trainers_prices(tmp_path: Path, sparse: bool) -> None:
     """What a run wrote down is enough to find each of its prices again, to the bit, in a loop of one's own."""
     rollout = RolloutConfig(prompts=2, group_size=4, max_tokens=6)
     optim = OptimConfig(lr=3e-4)
     config = TrainConfig(run=str(tmp_path / "run"), steps=5, rollout=rollout, optim=optim, preflight=False)
-    Trainer(config, quiet=True).run()
+    Trainer(config, rewards=[some_told] if sparse else None, quiet=True).run()
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["policy/signal"] for row in rows] == [0.5 if sparse else 1.0] * 5
     hold = klamp.Hold(target=0.05, per="token")
-    control = Control(hold, clamp=True).init(spread=rows[0]["policy/spread"], length=rows[0]["length/mean"])
+    first = {"spread": rows[0]["policy/spread"], "signal": rows[0]["policy/signal"]}
+    control = Control(hold, clamp=True).init(length=rows[0]["length/mean"], **first)
     for row in rows:
         assert row["kl/clamp/effort"] == 0.0, "so near the start nothing is scaled, and one measurement says it all"
         assert control.beta == row["kl/beta"]
-        control = control.before_update(row["kl/steered"], row["policy/spread"], 8, noise=row["kl/noise"])
+        known = {"signal": row["policy/signal"], "noise": row["kl/noise"]}
+        control = control.before_update(row["kl/steered"], row["policy/spread"], 8, **known)
         control = control.after_update(lambda kl=row["kl/clamp/before"]: kl, lambda _: None)
         assert (control.own_limit, control.state.gauge.level) == (row["kl/clamp/limit"], row["kl/clamp/level"])
     assert len({row["kl/beta"] for row in rows}) > 1
@@ -404,8 +413,10 @@ def test_the_share_of_groups_with_a_signal_reaches_the_first_price_and_the_next(
     assert few.state.price.spread == pytest.approx(0.6)  # type: ignore[union-attr]
     after = few.before_update(0.01, 0.3, signal=0.25).after_update()
     assert after.state.price.spread == pytest.approx(0.6)  # type: ignore[union-attr]
-    silent = after.before_update(0.01, 0.0, signal=0.0).after_update()  # no group shows any: nothing to divide
-    assert silent.state.price.spread == pytest.approx(0.6)  # type: ignore[union-attr]
+    for spread in (0.0, 6e-4):  # no group shows any: nothing to divide, and what the advantages have is rounding
+        silent = after.before_update(0.01, spread, signal=0.0).after_update()
+        assert silent.state.price == after.before_update(0.01, 0.0).after_update().state.price
+        assert silent.state.price.spread == pytest.approx(0.6)  # type: ignore[union-attr]
 
 
 def test_a_floor_is_not_steered_by() -> None:
@@ -428,7 +439,7 @@ def test_a_floor_is_not_steered_by() -> None:
         (lambda: Control(klamp.Fixed(0.1)).before_update(0.1).after_update(), r"Call init\(\)"),
         (lambda: Control(klamp.Fixed(0.1), clamp=1.0).init().before_update(0.1).after_update(), "measure and scale"),
         (lambda: Control(klamp.Fixed(0.1)).init().before_update(torch.ones(2)), "one number"),
-        (lambda: Control(klamp.Fixed(0.1)).init().before_update(0.1, 1.0, signal=0.0), "signal must be"),
+        (lambda: Control(klamp.Fixed(0.1)).init().before_update(0.1, 1.0, signal=-0.1), "signal must be"),
     ],
 )
 def test_refusals_name_the_way_out(make: Any, says: str) -> None:

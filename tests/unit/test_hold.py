@@ -500,7 +500,23 @@ def test_where_few_groups_show_a_signal_the_price_may_come_down_as_far_as_all_gr
     assert state.beta / (0.7 * RHO) == pytest.approx(20 * floor, rel=1e-6), "never less than five times the computed"
 
 
-@pytest.mark.parametrize("told", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize(("spread", "told"), [(1e-170, 1.0), (1e100, 1e-4), (1e80, 1e-100), (math.nan, 0.5)])
+def test_a_unit_beyond_reason_is_left_out(spread: float, told: float) -> None:
+    hold = Hold(6.0, "sequence")
+    state = hold.init(spread=0.0)
+    for _ in range(20):
+        state = hold.update(state, 1.0, spread=spread, signal=told)
+    assert (state.square, state.lowest) == (0.0, hold.init(spread=0.0).lowest)
+
+
+def test_a_share_over_one_by_rounding_is_one_and_of_none_is_no_spread() -> None:
+    hold = Hold(6.0, "sequence")
+    state = hold.update(hold.init(spread=0.9), 1.0, spread=0.9)
+    assert hold.update(state, 1.0, spread=0.5, signal=1 + 1e-7) == hold.update(state, 1.0, spread=0.5)
+    assert hold.update(state, 1.0, spread=6e-4, signal=0.0) == hold.update(state, 1.0, spread=0.0)
+
+
+@pytest.mark.parametrize("told", [-1.0, math.nan])
 def test_a_share_of_groups_that_is_none_is_refused_by_the_first_price_and_leaves_the_others(told: float) -> None:
     hold = Hold(6.0, "sequence")
     with pytest.raises(ConfigError, match="signal must be"):

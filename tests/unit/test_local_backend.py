@@ -245,6 +245,16 @@ def test_groups_of_any_size_are_compared_within(trained: Any, once: Any, monkeyp
     assert metrics["reward/mean"] == pytest.approx(float(r.mean()), abs=1e-6)
 
 
+def test_signal_is_the_share_of_sequences_in_groups_whose_rewards_differ(trained: Any, once: Any) -> None:
+    """A trajectory at the mean of its group has no advantage and still is one of a group with a signal."""
+    trajectories = [replace(t) for group in trained[1] for t in group]
+    for t, given in zip(trajectories, (0.0, 0.5, 1.0, 0.7, 0.7, 0.7, 0.7, 0.7), strict=True):
+        t.reward = given
+    metrics = once([TrajectoryGroup(trajectories[:3]), TrajectoryGroup(trajectories[3:])]).metrics
+    assert metrics["policy/signal"] == pytest.approx(3 / 8)
+    assert metrics["policy/spread"] == pytest.approx(math.sqrt(3 / 8), rel=1e-5)  # over their own standard deviation
+
+
 def test_advantages_and_weights_are_arts_and_klamps_by_name(
     trained: Any, once: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

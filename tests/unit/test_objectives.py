@@ -89,6 +89,16 @@ def test_equal_rewards_have_no_advantage_though_their_mean_is_rounded(reward: fl
     assert told[size:].square().mean() > 0.5, "and the others have theirs"
 
 
+def test_sums_that_are_equal_on_paper_are_equal_rewards() -> None:
+    sums = torch.tensor([0.1 + 0.2, 0.3, 0.15 + 0.15, 0.1 + 0.1 + 0.1], dtype=D)
+    assert sums.unique().numel() > 1
+    assert torch.equal(group_advantages(sums, 4), torch.zeros(4, dtype=D))
+    least = torch.tensor([0.3, 0.3 * (1 + 1e-14)], dtype=D)
+    assert group_advantages(least, 2, eps=0.0).abs().min() > 0.5, "what differs by more is told apart"
+    wild = torch.tensor([math.inf, 0.0], dtype=D)
+    assert not torch.equal(group_advantages(wild, 2), torch.zeros(2, dtype=D)), "and infinity is not equal to 0"
+
+
 @given(
     rewards=st.lists(floats, min_size=8, max_size=8),
     shift=floats,

@@ -147,10 +147,11 @@ class Controller(Protocol):
         """The state before the first update.
 
         Args:
-            spread: RMS of the first batch's advantages within a prompt, where it is known.
+            spread: RMS of the first batch's advantages within a prompt, where it is known; groups without signal count
+                as zero.
             length: mean number of tokens in a completion, where it is known.
             n: sequences in an update, where they are known and no clamp holds KL beside the price.
-            signal: share of its groups that show one: whose completions differ in their reward.
+            signal: share of its groups that show a signal: whose completions differ in their reward.
 
         Returns:
             The state with the first price.
@@ -175,9 +176,9 @@ class Controller(Protocol):
             kl: the batch's KL before its update, in the unit of the target.
             n: sequences behind ``kl``.
             effort: what a clamp undid of the step before (``Clamped.effort``).
-            spread: RMS of the batch's advantages within a prompt.
+            spread: RMS of the batch's advantages within a prompt; groups without signal count as zero.
             noise: relative standard error of ``kl``.
-            signal: share of its groups that show one.
+            signal: share of its groups that show a signal; told to :meth:`init` too, or to neither.
 
         Returns:
             The next state; ``state`` stays as it is.
@@ -344,10 +345,10 @@ def sequences(n: float) -> float:
 
 
 def groups_told(signal: float, spread: float | None) -> float:
-    """The share of the groups that show a signal, which are some where there is a ``spread``."""
+    """The share of the groups that show a signal; without a ``spread`` none does, and 1 divides nothing."""
     if not spread:
         return 1.0
-    return min(require_number("signal", signal, above=0, way_out="It is the share of groups that show one."), 1.0)
+    return min(require_number("signal", signal, at_least=0, way_out="It is the share of groups that show one."), 1.0)
 
 
 def check_bounds(name: str, bounds: Bounds | None, *, around: float | None = None, field: str = "init_beta") -> None:

@@ -6,7 +6,7 @@ optimiser moves x by ``rate`` a step; the price pulls x back in proportion to x:
     pace <- running mean, as the optimiser's momentum makes it, of  rate (drive - x rho / rho*)
     x    <- x + pace
 
-``rho = beta / spread`` is the price in units of ``spread``, the RMS of the advantages in groups that show a signal.
+``rho = beta / spread`` is the price in units of the RMS of the advantages in the groups that show a signal.
 Under ``rho*`` x settles at 1. Each reading of KL is compared with the forecast. As far as the price holds x back, the
 error corrects ``rho*``, otherwise ``rate``. So a KL that is low because learning is slow hardly lowers the price.
 """
@@ -99,11 +99,11 @@ class Hold:
         return cls(target=PRESETS[name], per="token")
 
     def init(self, *, spread: Known = None, length: Known = None, n: Known = None, signal: float = 1.0) -> HoldState:
-        """``beta = init_beta`` where it is set, otherwise ``spread / sqrt(2 target per sequence)``: the computed price.
+        """``beta = init_beta`` where it is set. The computed price is ``spread / sqrt(signal 2 target per sequence)``.
 
         To second order in ``1 / beta`` the best policy under it has the target KL. A spread of 0 counts as 1. Hold
         starts at ``sqrt((1 + signal) / 2)`` times that; with ``n``, sequences in an update that nothing clamps, at
-        ``sqrt(1/2 + signal BATCH / n)`` times. After a step an ``init_beta`` counts within a factor of two of it only.
+        ``sqrt(1/2 + signal min(BATCH / n, 3.5))``. After a step an ``init_beta`` counts only if within a factor of two.
         """
         given = base.first_price("Hold", self.init_beta, self.bounds)
         if spread is None or (spread == 0 and self.init_beta is not None):
@@ -112,7 +112,7 @@ class Hold:
         rho = 1 / math.sqrt(2 * base.nats(self.target) * base.tokens("Hold", self.per, length))
         most = rho if n is None else rho * min(math.sqrt(0.5 + BATCH / base.sequences(n)), DOUBT)
         state = HoldState(beta=given, log_rho=math.log(most), lowest=rho / DOUBT)
-        state, _ = _driven(state, min(spread, 1e100), base.groups_told(signal, spread))
+        state, _ = _driven(state, min(spread, 1e90), base.groups_told(signal, spread))
         if self.init_beta is None:
             return replace(state, beta=clip(math.exp(state.log_rho) * state.spread, *self.bounds))
         near = 1 / DOUBT <= given / state.spread / rho <= DOUBT
@@ -129,9 +129,9 @@ class Hold:
         noise: Known = None,
         signal: float = 1.0,
     ) -> HoldState:
-        """The state after observing ``kl``, good to ``noise``, relative to it (``n`` is not used).
+        """The state after observing ``kl``, good to ``noise``, relative to it; ``effort``, undone by a clamp, is climb.
 
-        ``effort``, what a clamp undid, counts as climb. ``spread`` is over all groups, ``signal`` the share with one.
+        ``spread`` is over all groups; ``signal``, the share that show one, is told to :meth:`init` and here, or never.
         """
         if left_out := base.skip(state, kl, HoldState):
             return left_out
@@ -153,19 +153,19 @@ class Hold:
 
 
 def _driven(state: HoldState, spread: Known, signal: float) -> tuple[HoldState, float]:
-    """The state with this batch in its spread, and the batch's drive: its share of the usual spread, at most 1."""
-    if spread is None or not (0 < spread <= 1e100 and 0 < signal <= 1):
-        return state, float(spread != 0)
-    spread /= math.sqrt(signal)  # that of the groups with a signal
+    """The batch in its spread, which the first signal makes the unit of price and floor; its drive, at most 1."""
+    unit = spread / math.sqrt(min(signal, 1.0)) if spread and signal > 0 else 0.0  # of the groups with a signal
+    if spread is None or not 1e-100 < unit <= 1e100:
+        return state, float(spread != 0 and signal != 0)
     weight = max(SMOOTHING, 1 / state.updates) if state.square else 1.0  # the first signal, however late, is the usual
-    after = replace(state, square=state.square + weight * (spread * spread - state.square))
+    after = replace(state, square=state.square + weight * (unit * unit - state.square))
     if state.square == 0 and state.computed:  # gradient noise is that of these groups, too, and all the drive may be
         rho = DOUBT * state.lowest
         start = rho * math.sqrt(0.5 + signal * ((math.exp(state.log_rho) / rho) ** 2 - 0.5))
         after = replace(after, log_rho=math.log(start), lowest=state.lowest * max(math.sqrt(signal), 1 / DOUBT))
     elif state.square == 0:  # a price that was given stays what it was
         after = replace(after, log_rho=state.log_rho - math.log(after.spread))
-    return after, min(spread / after.spread, 1.0)
+    return after, min(unit / after.spread, 1.0)
 
 
 def _observe(state: HoldState, ratio: float, drive: float, noise: float) -> HoldState:

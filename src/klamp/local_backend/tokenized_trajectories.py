@@ -91,14 +91,14 @@ class Batch:
         art = arguments.advantages != "klamp"
         # ART: the population's standard deviation, eps 1e-6. klamp, as TRL: n - 1 and 1e-4.
         scale: dict[str, Any] = {"eps": 1e-6, "correction": 0} if art else {}
-        relative = torch.cat([group_advantages(r, len(r), std=arguments.std, **scale) for r in rewards])
-        if arguments.advantages == "art_scaled":
-            relative = unit_scaled(relative)
+        relative = [group_advantages(r, len(r), std=arguments.std, **scale) for r in rewards]
+        joined = unit_scaled(torch.cat(relative)) if arguments.advantages == "art_scaled" else torch.cat(relative)
         sizes = torch.tensor([len(each) for group in self.rows for each in group])
         valid = torch.ones(len(rows), dtype=torch.bool)
-        total, own = (x.repeat_interleave(sizes).float() for x in (torch.cat(rewards), relative))
+        total, own = (x.repeat_interleave(sizes).float() for x in (torch.cat(rewards), joined))
+        told = torch.cat([a.any().expand(len(a)) for a in relative]).repeat_interleave(sizes)
         weights = self._weights().repeat_interleave(sizes).float() if art else None
-        return rollout, Scored(total, valid, {}, own, weights)
+        return rollout, Scored(total, valid, {}, own, told, weights)
 
     def _weights(self) -> Tensor:
         """By trajectory: ``1 / its tokens``, scaled to a mean of 1 over all tokens, so that each weighs the same."""

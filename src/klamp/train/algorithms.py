@@ -127,11 +127,12 @@ class GRPO:
         valid = scored.valid.to(counted.device)
         if scored.advantages is not None:
             per_sequence = scored.advantages.to(valid.device)
+            told = per_sequence != 0 if scored.told is None else scored.told.to(valid.device)
         else:
             rewards, std = scored.total.to(valid.device), self.config.algorithm.std
             per_sequence = group_advantages(rewards, rollout.group_size, std=std, valid=valid)
-        size = 1 if len(per_sequence) % rollout.group_size else rollout.group_size
-        told = valid & per_sequence.view(-1, size).ne(0).any(1).repeat_interleave(size)
+            grouped = per_sequence.view(-1, rollout.group_size)
+            told = valid & (grouped != 0).any(1).repeat_interleave(rollout.group_size)
         sums = reduce(torch.stack([(per_sequence**2).sum().double(), valid.sum().double(), told.sum().double()]))
         spread, signal = float((sums[0] / sums[1].clamp(min=1)).sqrt()), float(sums[2] / sums[1].clamp(min=1))
         advantages = select(per_sequence[:, None].expand(counted.shape), counted)

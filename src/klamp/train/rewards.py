@@ -41,6 +41,8 @@ class Scored:
     """[N] each function's own, unweighted."""
     advantages: Tensor | None = None
     """[N] given from outside, for groups of unequal size; None: GRPO's, from ``total`` and the group size."""
+    told: Tensor | None = None
+    """[N] with ``advantages``: True for sequences of a group that shows a signal; None: for those that have one."""
     weights: Tensor | None = None
     """[N] weight of each token of a sequence in the loss, with a mean of 1 over counted tokens; None: 1."""
 

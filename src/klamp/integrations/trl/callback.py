@@ -46,11 +46,6 @@ MOVED = 1e-4
 """Until KL has passed this share of the target the policy still is the reference, and a price has nothing to act on."""
 
 
-ROUNDED = {True: 0.01, False: 1e-5}
-"""The share of the largest advantage up to which one is taken for the rounding of equal rewards, whether or not TRL
-divides them: by their standard deviation plus 1e-4, where rounding leaves 1e-6 of rewards up to 10."""
-
-
 class Step(NamedTuple):
     """What a step's micro-batches hold, over all processes."""
 
@@ -243,8 +238,7 @@ class KLControl(TrainerCallback):
 
     def _counted(self, batches: Sequence[Inputs]) -> list[Step]:
         """What each of some batches holds, over all processes."""
-        share = ROUNDED[getattr(self.trainer.args, "scale_rewards", "none") != "none"]
-        told = with_signal(batches, share)
+        told = with_signal(self.trainer, batches)
         return [Step(*row) for row in reduce(self.trainer, list(map(_count, batches, told)))]
 
     def _update(self, at: int, kl: float | None, step: Step) -> None:

@@ -50,20 +50,43 @@ def squared_advantage(inputs: Inputs) -> Tensor:
     return squares.reshape(len(squares), -1).mean(1)
 
 
-def with_signal(batches: Sequence[Inputs], rounding: float) -> list[Tensor]:
-    """[B] of each micro-batch, True where some completion of the same prompt has an advantage.
+ROUNDED = 1e-2
+"""Up to this advantage completions of a group are taken for equally rewarded where TRL divides by a standard deviation.
+It adds 1e-4 to that, so the rounding of equal rewards of 10 leaves as much."""
+UNDIVIDED = 1e-5
+"""The same where TRL does not divide, as a share of the largest advantage of the step."""
 
-    Up to ``rounding`` of the largest it is taken for none. TRL shuffles groups over a step's micro-batches, and the
-    prompt tells which are one; where there are images it does not, and each completion is taken alone.
+
+def with_signal(trainer: Trainer, batches: Sequence[Inputs]) -> list[Tensor]:
+    """[B] of each micro-batch, True for completions with counted tokens whose prompt has some with an advantage.
+
+    TRL shuffles groups over a step's micro-batches, and the prompt tells which are one; where there are images it does
+    not, and each completion is taken alone.
     """
     squares = [squared_advantage(inputs) for inputs in batches]
-    least = rounding**2 * max(float(each.max()) for each in squares)
-    own = [each > least for each in squares]
+    trained = [counted(inputs).any(1) for inputs in batches]
+    least = _rounding(trainer, max(float(each.max()) for each in squares) ** 0.5)
+    own = [each > least * least for each in squares]
     if any("pixel_values" in inputs for inputs in batches):
-        return own
+        return [has & counts for has, counts in zip(own, trained, strict=True)]
     prompts = [_prompts(inputs) for inputs in batches]
     told = {name for names, has in zip(prompts, own, strict=True) for name in itertools.compress(names, has.tolist())}
-    return [torch.tensor([name in told for name in names], device=own[0].device) for names in prompts]
+    return [
+        each & torch.tensor([name in told for name in names], device=each.device)
+        for each, names in zip(trained, prompts, strict=True)
+    ]
+
+
+def _rounding(trainer: Trainer, largest: float) -> float:
+    """The largest advantage that may be the rounding of equal rewards; this process has one as large as ``largest``."""
+    args = trainer.args
+    scale = getattr(args, "scale_rewards", "none")
+    if scale == "group" or getattr(args, "multi_objective_aggregation", None) == "normalize_then_sum":
+        return ROUNDED
+    if scale == "batch":  # one outlier makes small advantages of all others; rounding is far below where there is one
+        return ROUNDED if largest <= ROUNDED else ROUNDED / 10
+    everywhere = trainer.accelerator.gather(torch.tensor([largest], device=args.device))
+    return UNDIVIDED * float(everywhere.max())
 
 
 def _prompts(inputs: Inputs) -> list[tuple[int, ...]]:
