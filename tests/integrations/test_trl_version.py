@@ -73,6 +73,14 @@ SOURCES = [
         r"fused_lm_head=True",
         "the backbone gives the states",
     ),
+    (GRPOTrainer, SCORE, r"advantages / \(std_rewards \+ 1e-4\)", "with_signal: how far rounding is blown up"),
+    (GRPOTrainer, SCORE, r'self\.scale_rewards == "batch"', "with_signal: what it is divided by"),
+    (
+        GRPOTrainer,
+        SCORE,
+        r'multi_objective_aggregation == "normalize_then_sum"',
+        "with_signal: divided whatever the scale",
+    ),
     (
         RLOOTrainer,
         "_generate_and_score_completions",
