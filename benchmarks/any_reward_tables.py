@@ -164,7 +164,7 @@ LEAST_KL = 0.5
 
 
 def page(rows: Sequence[Row], model: str, arm: str) -> list[str]:
-    """What docs/results.md says of one arm at the usual setting, in Markdown: its table, and a list that sums it up.
+    """What docs/results.md says of one arm at the usual setting, in Markdown: a list that sums it up, and its table.
 
     Bold is outside the aims; something of the law was chosen on the rewards in italics.
     """
@@ -176,9 +176,9 @@ def page(rows: Sequence[Row], model: str, arm: str) -> list[str]:
         if own:
             constants = [r for r in runs if r["reward_name"] == name and r["arm"].startswith("x ")]
             judged.append(Judged(name, own, cells(own, constants, made), made, constants))
-    lines = ["| " + " | ".join(COLUMNS[arm]) + " |", "|" + " --- |" * len(COLUMNS[arm])]
-    lines += ["| " + " | ".join(j.row()) + " |" for j in judged if j.name != "never"]
-    return [*lines, "", *summary(judged)]
+    heads = ["| " + " | ".join(COLUMNS[arm]) + " |", "|" + " --- |" * len(COLUMNS[arm])]
+    table = ["| " + " | ".join(j.row()) + " |" for j in judged if j.name != "never"]
+    return [*summary(judged), "", *heads, *table]
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ def summary(judged: Sequence[Judged]) -> list[str]:
     """What the runs of one arm come to, as a Markdown list."""
     runs = [row for j in judged for row in j.runs]
     readings = sum(len(row["kl"]) for row in runs)
-    lines = [f"{len(runs)} runs on {len(judged)} rewards, {readings} readings of KL."]
+    lines = [f"{len(runs)} runs on {len(judged)} rewards, {readings:,} readings of KL."]
     if judged[0].clamped:
         fresh = max(row["fresh"][0] / target(row) for row in runs) / LIMIT
         above = sum(reading > 1.1 for row in runs for reading in freed(row))
