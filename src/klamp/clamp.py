@@ -38,7 +38,8 @@ class Clamped:
     scale: float = 1.0
     """What is left of the displacement: 1 when nothing was scaled."""
     effort: float = 0.0
-    """``-log(scale)``, what the price should have prevented; feed it to ``Hold.update``."""
+    """``-log(scale)``, what the price should have prevented; feed it to ``Hold.update``. Where the displacement does not
+    start at the reference, half of ``log(kl_before / kl_after)``: how much nearer to it the weights came."""
     rounds: int = 0
     """Times the displacement was scaled."""
     held: bool = True
@@ -110,11 +111,16 @@ def no_farther(measure: Callable[[], float], scale: Scaler, began: float, halvin
     while kl > began and rounds < halvings:
         scale(0.5)
         total, rounds, kl = total / 2, rounds + 1, measure()
-    effort = rounds * math.log(2)
     if not kl <= began:  # also where it cannot be measured
         scale(0.0)
         total, kl = 0.0, began
-    return Clamped(before, kl, total, effort, rounds, held=math.isfinite(before))
+    return Clamped(before, kl, total, _nearer(before, kl), rounds, held=math.isfinite(before))
+
+
+def _nearer(before: float, after: float) -> float:
+    """``log sqrt(before / after)``: the part of the distance from the reference, in which KL is quadratic, that went."""
+    known = math.isfinite(before) and math.isfinite(after) and before > 0
+    return max(math.log(before / max(after, 1e-12 * before)) / 2, 0.0) if known else 0.0
 
 
 # Part of the limit that a clamped step may leave unused. Measuring again costs a forward pass, and 3 % of KL is 1.5 %
@@ -143,7 +149,8 @@ def _search(
     if not kl <= limit and low[0] > 0:
         scale(low[0] / total)
         total, kl = low
-    return Clamped(before, kl, total, -math.log(max(total, 1e-12)), used, held=kl <= limit)
+    effort = _nearer(before, kl) if origin > 0 else -math.log(max(total, 1e-12))
+    return Clamped(before, kl, total, effort, used, held=kl <= limit)
 
 
 def _secant(

@@ -98,6 +98,17 @@ def test_backtracking_starts_from_where_the_step_began() -> None:
     assert result.held
     assert result.rounds == 1
     assert 0.97 * 0.09 <= result.kl_after <= 0.09
+    assert result.scale == pytest.approx(line.at)
+    assert result.effort == pytest.approx(math.log(0.5 / math.sqrt(result.kl_after))), "of the distance, not of the step"
+
+
+@given(began=st.floats(0.001, 0.0999), step=st.floats(1e-6, 10.0), power=st.floats(0.5, 6.0))
+def test_the_effort_of_backtracking_is_what_went_of_the_distance(began: float, step: float, power: float) -> None:
+    """Also where all of a small step is undone: Hold would take the logarithm of its scale for a KL that is gone."""
+    line = Line(lambda x: began + step * x**power)
+    result = clamp(line.measure, line.scale, 0.1, origin_kl=began)
+    assert result.effort == pytest.approx(math.log(result.kl_before / result.kl_after) / 2)
+    assert result.effort <= math.log((began + step) / began) / 2 + 1e-12
 
 
 def test_an_origin_over_the_limit_is_as_far_as_it_goes() -> None:

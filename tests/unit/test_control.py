@@ -351,6 +351,27 @@ def test_from_elsewhere_a_step_above_the_limit_comes_no_farther() -> None:
     assert x[0] == 0.0
     assert after.clamped is not None
     assert after.clamped.kl_after == 1.0
+    assert after.clamped.effort == pytest.approx(math.log(2) / 2), "KL 2 came back to 1"
+
+
+@pytest.mark.parametrize("undone", [0.0, 1e-9, 0.5])
+def test_a_step_that_is_taken_back_leaves_the_price_calm(undone: float) -> None:
+    """Backtracking scales a step, and Hold hears how much nearer the reference that brought the weights."""
+    hold = klamp.Hold(0.05, "token")
+    control = Control(hold, clamp=0.055, gauge=None).init(spread=1.0, length=20)
+    began, plain = 0.0545, hold.init(spread=1.0, length=20)
+    for _ in range(12):
+        x = [1.0]  # the step; all but a share of it has to go
+        grown = lambda: began + 0.004 * (1.0 if x[0] > undone else 0.0)  # noqa: B023
+
+        def scale(s: float) -> None:
+            x[0] *= s  # noqa: B023
+
+        control = control.before_update(began, spread=1.0).after_update(grown, scale, origin_kl=began)
+        plain = hold.update(plain, began, spread=1.0)
+        assert control.clamped is not None
+        assert 0 < control.clamped.effort < 0.04
+    assert control.beta < 1.5 * plain.beta
 
 
 # -- controllers of all kinds ------------------------------------------------------------------------------------------
