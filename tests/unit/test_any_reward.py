@@ -124,7 +124,7 @@ def test_the_usual_spread_is_that_of_hold(tables: Any) -> None:
     state, usual = hold.init(spread=spread[0], signal=1.0), []
     for value, share in zip(spread, told, strict=True):
         state = hold.update(state, 1.0, spread=value, signal=share)
-        usual.append(state.spread)
+        usual.append(state.unit)
     assert tables.usual_spread(spread, told) == pytest.approx(usual)
     assert tables.usual_spread([0.0, 0.0, 0.0, 0.5], [0.0, 0.0, 0.0, 0.25])[-1] == 1.0
 

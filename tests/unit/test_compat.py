@@ -69,8 +69,12 @@ def test_a_price_can_be_set_on_every_front_and_on_hold() -> None:
         controller.value = 0.25
         assert controller.value == 0.25
         assert controller.state_dict()["beta"] == 0.25
-        with pytest.raises(ConfigError, match=r"\.value must be >= 0, got -1"):
+        with pytest.raises(ConfigError, match=r"\.value must be >=? 0, got -1"):
             controller.value = -1
+    with pytest.raises(ConfigError, match=r"value must be > 0, got 0.*use Fixed\(0.0\)"):
+        hold.value = 0.0
+    hold.update(0.1, 8)
+    klamp.State.from_dict(hold.state_dict())
     fixed.value = 0.0
     fixed.update(7.0, 8)
     assert fixed.value == 0.0

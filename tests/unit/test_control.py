@@ -431,13 +431,13 @@ def test_the_share_of_groups_with_a_signal_reaches_the_first_price_and_the_next(
     control = Control(klamp.Hold(0.05, per="token"))
     few = control.init(spread=0.3, length=20.0, signal=0.25)
     assert few.state.price == klamp.Hold(0.05, per="token").init(spread=0.3, length=20.0, signal=0.25)
-    assert few.state.price.spread == pytest.approx(0.6)  # type: ignore[union-attr]
+    assert few.state.price.unit == pytest.approx(0.6)  # type: ignore[union-attr]
     after = few.before_update(0.01, 0.3, signal=0.25).after_update()
-    assert after.state.price.spread == pytest.approx(0.6)  # type: ignore[union-attr]
+    assert after.state.price.unit == pytest.approx(0.6)  # type: ignore[union-attr]
     for spread in (0.0, 6e-4):  # no group shows any: nothing to divide, and what the advantages have is rounding
         silent = after.before_update(0.01, spread, signal=0.0).after_update()
         assert silent.state.price == after.before_update(0.01, 0.0).after_update().state.price
-        assert silent.state.price.spread == pytest.approx(0.6)  # type: ignore[union-attr]
+        assert silent.state.price.unit == pytest.approx(0.6)  # type: ignore[union-attr]
 
 
 def test_a_floor_is_not_steered_by() -> None:

@@ -426,7 +426,7 @@ def test_a_silence_says_nothing_about_the_price_however_long_it_is(silence: int)
     assert state.log_rho == known
     for _ in range(20):
         state = hold.update(state, 3.0, spread=1.0)
-    assert RHO / 2 <= state.beta / state.spread * (1 + 1e-9) <= 2 * RHO
+    assert RHO / 2 <= state.beta / state.unit * (1 + 1e-9) <= 2 * RHO
 
 
 def test_the_first_signal_after_a_silent_start_counts_in_full() -> None:
@@ -447,7 +447,7 @@ def test_the_unit_is_the_spread_of_those_groups_that_show_a_signal() -> None:
         few = hold.update(few, 3.0, spread=0.9 * math.sqrt(told), signal=told)
         all_of_them = hold.update(all_of_them, 3.0, spread=0.9)
         assert few.beta == pytest.approx(all_of_them.beta, rel=1e-12)
-    assert few.spread == pytest.approx(0.9)
+    assert few.unit == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize("told", [1.0, 0.5, 0.05, 1e-4])
@@ -477,7 +477,7 @@ def test_a_first_price_follows_the_first_signal_at_once_and_one_of_ones_own_stay
     assert own.init(spread=0.07, signal=0.01).beta == 0.02
     given = own.update(own.init(), 0.0, spread=0.07, signal=0.01)
     assert given.beta == pytest.approx(0.02, rel=0.01)
-    assert given.spread == pytest.approx(0.7)
+    assert given.unit == pytest.approx(0.7)
 
 
 @pytest.mark.parametrize(("told", "floor"), [(1.0, 0.5), (0.49, 0.35), (0.25, 0.25), (0.01, 0.25)])
@@ -569,6 +569,53 @@ def test_a_policy_that_becomes_its_own_reference_keeps_its_price() -> None:
                 known = hold.update(known, 0.05 * step(known.beta), spread=1.0)
             assert known.beta == pytest.approx(best, rel=0.15), "the plant answers as it did: within its climb's errors"
             known = known.restarted()
+
+
+def test_a_reference_that_restarts_often_does_not_teach_that_learning_is_slow() -> None:
+    """A policy is measured before its first update: the first reading after each restart is a KL of 0."""
+    hold = Hold(0.05, "token")
+    known = hold.init(spread=1.0, length=24.0)
+    best = known.beta
+    rates = []
+    for _ in range(12):
+        step = plant(0.1, best)
+        for t in range(20):
+            kl = 0.05 * step(known.beta) if t else 0.0
+            known = hold.update(known, kl, spread=1.0)
+        rates.append(math.exp(known.log_rate))
+        known = known.restarted()
+        assert (known.x, known.pace, known.steps) == (0.0, 0.0, hold.init().steps), "as at the start of a run"
+    assert rates == pytest.approx([0.1] * 12, rel=0.1)
+    assert known.beta == pytest.approx(best, rel=0.15), "a plant without momentum is a little ahead of the model"
+
+
+def test_hold_waits_for_a_kl_above_zero_and_not_for_ever() -> None:
+    hold = Hold(0.05, "token")
+    start = state = hold.init(spread=1.0, length=24.0)
+    for _ in range(5):
+        state = hold.update(state, 0.0, spread=1.0)
+    assert replace(state, updates=0, steps=start.steps) == start
+    assert hold.update(state, 0.0, spread=1.0).log_rate < start.log_rate, "five updates without effect are slow learning"
+
+
+@pytest.mark.parametrize(("odd", "usual"), [(math.nan, None), (-1.0, None), (math.inf, 1e9)])
+def test_a_noise_that_is_no_number_is_unknown_and_an_endless_one_leaves_the_least_weight(
+    odd: float, usual: float | None
+) -> None:
+    hold = Hold(0.05, "token")
+    state = hold.init(spread=1.0, length=24.0)
+    for kl in (0.01, 0.02, 0.04, 0.06):
+        state = hold.update(state, kl, spread=1.0, noise=0.1)
+    after = hold.update(state, 0.2, spread=1.0, noise=odd)
+    assert after == pytest.approx(hold.update(state, 0.2, spread=1.0, noise=usual))
+
+
+def test_a_clamp_that_undoes_everything_leaves_no_kl_and_an_effort_that_is_none_changes_nothing() -> None:
+    hold = Hold(0.05, "token")
+    state = hold.update(hold.init(spread=1.0, length=24.0), 0.05, spread=1.0)
+    assert hold.update(state, 0.05, spread=1.0, effort=math.inf).x == 0.0
+    for none in (0.0, -1.0, math.nan):
+        assert hold.update(state, 0.05, spread=1.0, effort=none) == hold.update(state, 0.05, spread=1.0)
 
 
 def test_one_reading_that_is_known_to_be_noise_moves_no_price_by_half() -> None:
@@ -689,6 +736,7 @@ def test_a_first_batch_without_signal_says_nothing_about_a_price_of_ones_own() -
     hold = Hold(0.05, "token", init_beta=0.074)
     state = hold.init(spread=0.0, length=18.0)
     assert state == hold.init()
+    assert hold.init(spread=0.3, length=18.0, signal=0.0) == state, "rounding alone, and no group that shows a signal"
     assert hold.update(state, 0.0, spread=0.1).beta == pytest.approx(0.074)
 
 
@@ -704,7 +752,7 @@ def test_beside_the_spread_a_computed_price_falls_by_2_and_rises_by_4_percent_a_
     state = hold.update(hold.init(spread=1.0, length=24.0), kls[0], spread=spreads[0])
     for kl, spread in zip(kls[1:], spreads[1:], strict=False):
         after = hold.update(state, kl, spread=spread)
-        change = math.log(after.beta / after.spread) - math.log(state.beta / state.spread)
+        change = math.log(after.beta / after.unit) - math.log(state.beta / state.unit)
         assert -0.02 - 1e-6 <= change <= 0.04 + 1e-6
         state = after
 

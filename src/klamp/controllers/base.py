@@ -64,7 +64,7 @@ class State:
         Returns:
             The state without what is known of the KL before.
         """
-        return replace(self, **dict.fromkeys(self.of_kl, 0))
+        return replace(self, **{each.name: each.default for each in fields(self) if each.name in self.of_kl})
 
     def to_dict(self) -> dict[str, Any]:
         """A dictionary of JSON values; :meth:`from_dict` reverses it.
@@ -175,7 +175,7 @@ class Controller(Protocol):
             state: what ``init`` or the last ``update`` returned; it is left as it is.
             kl: the batch's KL before its update, in the unit of the target.
             n: sequences behind ``kl``.
-            effort: what a clamp undid of the step before (``Clamped.effort``).
+            effort: what a clamp undid of the update just made, as a change of ``log sqrt(KL)`` (``Clamped.effort``).
             spread: RMS of the batch's advantages within a prompt; groups without signal count as zero.
             noise: relative standard error of ``kl``.
             signal: share of its groups that show a signal; told to :meth:`init` too, or to neither.

@@ -7,6 +7,7 @@ from typing import Any
 
 from klamp.controllers.base import Controller, State, nats, observed, own_state
 from klamp.controllers.classic import Exponential, Fixed, Ziegler
+from klamp.controllers.hold import HoldState
 from klamp.errors import ConfigError, require_number
 from klamp.masked import Unit
 
@@ -37,8 +38,12 @@ class Stateful:
 
     @value.setter
     def value(self, beta: float) -> None:
-        way_out = "A price is never negative; 0 only measures."
-        number = require_number(f"{type(self).__name__}.value", beta, at_least=0, way_out=way_out)
+        name = f"{type(self).__name__}.value"
+        if isinstance(self.state, HoldState):
+            way_out = "Hold keeps its logarithm; to switch the penalty off use Fixed(0.0)."
+            number = require_number(name, beta, above=0, way_out=way_out)
+        else:
+            number = require_number(name, beta, at_least=0, way_out="A price is never negative; 0 only measures.")
         self.state = replace(self.state, beta=number)
 
     def update(self, current: Any = None, n_steps: float = 1, *, current_kl: Any = None) -> None:

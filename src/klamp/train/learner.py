@@ -210,7 +210,7 @@ class Learner:
         control = self.control.init(spread=prepared.spread, length=length, n=n, floor=floor, signal=prepared.signal)
         price, given = control.state.price, getattr(control.controller, "init_beta", None)
         if given is not None and isinstance(price, HoldState) and price.computed:
-            kept = math.exp(price.log_rho) * price.spread  # what Hold goes on from
+            kept = math.exp(price.log_rho) * price.unit  # what Hold goes on from
             if not math.isclose(given, kept, rel_tol=1e-6):
                 logger.warning(
                     "the first price %.3g is far from what the rewards' spread and the length give. From the second "
