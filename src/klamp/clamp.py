@@ -38,8 +38,8 @@ class Clamped:
     scale: float = 1.0
     """What is left of the displacement: 1 when nothing was scaled."""
     effort: float = 0.0
-    """``-log(scale)``, what the price should have prevented; feed it to ``Hold.update``. Where the displacement does not
-    start at the reference, half of ``log(kl_before / kl_after)``: how much nearer to it the weights came."""
+    """``-log(scale)``, what the price should have prevented; feed it to ``Hold.update``. Where the displacement begins
+    away from the reference it is half of ``log(kl_before / kl_after)``: how much nearer to it the weights came."""
     rounds: int = 0
     """Times the displacement was scaled."""
     held: bool = True
@@ -118,7 +118,7 @@ def no_farther(measure: Callable[[], float], scale: Scaler, began: float, halvin
 
 
 def _nearer(before: float, after: float) -> float:
-    """``log sqrt(before / after)``: the part of the distance from the reference, in which KL is quadratic, that went."""
+    """``log sqrt(before / after)``: by how much the distance from the reference shrank."""
     known = math.isfinite(before) and math.isfinite(after) and before > 0
     return max(math.log(before / max(after, 1e-12 * before)) / 2, 0.0) if known else 0.0
 

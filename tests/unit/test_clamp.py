@@ -99,7 +99,7 @@ def test_backtracking_starts_from_where_the_step_began() -> None:
     assert result.rounds == 1
     assert 0.97 * 0.09 <= result.kl_after <= 0.09
     assert result.scale == pytest.approx(line.at)
-    assert result.effort == pytest.approx(math.log(0.5 / math.sqrt(result.kl_after))), "of the distance, not of the step"
+    assert result.effort == pytest.approx(math.log(0.5 / math.sqrt(result.kl_after))), "of the distance, not the step"
 
 
 @given(began=st.floats(0.001, 0.0999), step=st.floats(1e-6, 10.0), power=st.floats(0.5, 6.0))

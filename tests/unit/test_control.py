@@ -362,12 +362,14 @@ def test_a_step_that_is_taken_back_leaves_the_price_calm(undone: float) -> None:
     began, plain = 0.0545, hold.init(spread=1.0, length=20)
     for _ in range(12):
         x = [1.0]  # the step; all but a share of it has to go
-        grown = lambda: began + 0.004 * (1.0 if x[0] > undone else 0.0)  # noqa: B023
 
-        def scale(s: float) -> None:
-            x[0] *= s  # noqa: B023
+        def kl(x: list[float] = x) -> float:
+            return began + 0.004 * (1.0 if x[0] > undone else 0.0)
 
-        control = control.before_update(began, spread=1.0).after_update(grown, scale, origin_kl=began)
+        def scale(s: float, x: list[float] = x) -> None:
+            x[0] *= s
+
+        control = control.before_update(began, spread=1.0).after_update(kl, scale, origin_kl=began)
         plain = hold.update(plain, began, spread=1.0)
         assert control.clamped is not None
         assert 0 < control.clamped.effort < 0.04

@@ -595,7 +595,7 @@ def test_hold_waits_for_a_kl_above_zero_and_not_for_ever() -> None:
     for _ in range(5):
         state = hold.update(state, 0.0, spread=1.0)
     assert replace(state, updates=0, steps=start.steps) == start
-    assert hold.update(state, 0.0, spread=1.0).log_rate < start.log_rate, "five updates without effect are slow learning"
+    assert hold.update(state, 0.0, spread=1.0).log_rate < start.log_rate, "five updates without effect: slow learning"
 
 
 @pytest.mark.parametrize(("odd", "usual"), [(math.nan, None), (-1.0, None), (math.inf, 1e9)])

@@ -64,7 +64,8 @@ class State:
         Returns:
             The state without what is known of the KL before.
         """
-        return replace(self, **{each.name: each.default for each in fields(self) if each.name in self.of_kl})
+        at_first: dict[str, Any] = {each.name: each.default for each in fields(self) if each.name in self.of_kl}
+        return replace(self, **at_first)
 
     def to_dict(self) -> dict[str, Any]:
         """A dictionary of JSON values; :meth:`from_dict` reverses it.
