@@ -132,8 +132,9 @@ class Control:
             spread: RMS of the first batch's advantages within a prompt. Hold computes its first price from it, unless
                 it has an ``init_beta``; None (or a number that is none) starts at the controller's ``init_beta``.
             length: mean number of tokens in a completion; Hold needs it with ``spread`` for a target per token.
-            n: sequences in an update. Without a clamp Hold starts higher the fewer they are, because gradient noise
-                makes KL, too, and nothing else takes it back.
+            n: sequences that are drawn for each update: those of a batch, divided by the updates that are made on it.
+                Without a clamp Hold starts higher the fewer they are, because gradient noise makes KL, too, and nothing
+                else takes it back.
             signal: share of its groups that show a signal: whose completions differ in their reward. The price is in
                 units of the spread in these.
             floor: what rounding alone makes of KL, in the unit of the target: a bfloat16 model reads about 0.002 nats

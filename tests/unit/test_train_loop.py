@@ -129,9 +129,9 @@ def test_a_first_price_far_from_the_computed_one_is_charged_once_and_said(
     assert ("the first price 0.01 is far from" in caplog.text) == far
 
 
-@pytest.mark.parametrize("minibatches", [1, 2])
-def test_without_a_clamp_the_first_price_knows_how_many_sequences_an_update_has(
-    trainer: Any, tmp_path: Any, minibatches: int
+@pytest.mark.parametrize(("minibatches", "epochs"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_without_a_clamp_the_first_price_knows_how_many_sequences_are_drawn_for_an_update(
+    trainer: Any, tmp_path: Any, minibatches: int, epochs: int
 ) -> None:
     first = {}
     for clamp in (True, False):
@@ -139,12 +139,12 @@ def test_without_a_clamp_the_first_price_knows_how_many_sequences_an_update_has(
             steps=1,
             run=str(tmp_path / str(clamp)),
             rollout={"prompts": 16, "group_size": 4},
-            algorithm={"minibatches": minibatches},
+            algorithm={"minibatches": minibatches, "epochs": epochs},
             kl={"clamp": clamp},
         )
         made.run()
         [first[clamp]] = [row["kl/beta"] for row in read_jsonl(made.folder.metrics)]
-    assert first[False] / first[True] == pytest.approx(math.sqrt(1 / 2 + 48 * minibatches / 64), rel=1e-6)
+    assert first[False] / first[True] == pytest.approx(math.sqrt(1 / 2 + 48 * minibatches * epochs / 64), rel=1e-6)
 
 
 def test_a_limit_works_without_a_target(trainer: Any) -> None:

@@ -151,7 +151,7 @@ class Controller(Protocol):
             spread: RMS of the first batch's advantages within a prompt, where it is known; groups without signal count
                 as zero.
             length: mean number of tokens in a completion, where it is known.
-            n: sequences in an update, where they are known and no clamp holds KL beside the price.
+            n: sequences that are drawn for each update, where they are known and no clamp holds KL beside the price.
             signal: share of its groups that show a signal: whose completions differ in their reward.
 
         Returns:
@@ -342,7 +342,7 @@ def tokens(name: str, per: Unit | None, length: float | None) -> float:
 
 def sequences(n: float) -> float:
     """How many sequences are in an update."""
-    return require_number("n", n, above=0, way_out="It is the sequences in an update.")
+    return require_number("n", n, above=0, way_out="It is the sequences that are drawn for each update.")
 
 
 def groups_told(signal: float, spread: float | None) -> float:

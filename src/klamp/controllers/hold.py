@@ -105,8 +105,8 @@ class Hold:
         """``beta = init_beta`` if it is set. The computed price is ``unit / sqrt(2 target per sequence)``.
 
         To second order in ``1 / beta`` the best policy has the target KL under it; ``unit = spread / sqrt(signal)``.
-        Hold starts at ``sqrt((1 + signal) / 2)`` times that or, with ``n``, the new sequences in an update that nothing
-        clamps, ``sqrt(1/2 + signal min(BATCH / n, 3.5))``. It soon leaves an ``init_beta`` that is a factor of two off.
+        Hold starts at ``sqrt((1 + signal) / 2)`` times that or, if nothing clamps and ``n`` sequences are drawn for an
+        update, ``sqrt(1/2 + signal min(BATCH / n, 3.5))``. It soon leaves an ``init_beta`` that is a factor of two off.
         """
         given = base.first_price("Hold", self.init_beta, self.bounds)
         if spread is None or (self.init_beta is not None and 0 in (spread, signal)):

@@ -206,7 +206,8 @@ class Learner:
         mask = prepared.counted
         sums = self.reduce(torch.stack([mask.sum().double(), mask.any(1).sum().double()]))
         length = float(sums[0] / sums[1].clamp(min=1))
-        n = float(sums[1]) / self.config.algorithm.minibatches or None  # sequences in an update
+        updates = self.config.algorithm.minibatches * self.config.algorithm.epochs
+        n = float(sums[1]) / updates or None  # sequences that are drawn for each update
         control = self.control.init(spread=prepared.spread, length=length, n=n, floor=floor, signal=prepared.signal)
         price, given = control.state.price, getattr(control.controller, "init_beta", None)
         if given is not None and isinstance(price, HoldState) and price.computed:

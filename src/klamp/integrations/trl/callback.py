@@ -249,8 +249,9 @@ class KLControl(TrainerCallback):
         """
         if not self.settled and self.feed_forward and (spread := self._spread(step)) is not None:
             own = sum(part.rows for part in self._counted(self.recorder.batches))  # of RLOO's step the whole is more
+            drawn = own / self.trainer.num_iterations  # of completions that are used so often
             length = step.tokens / max(step.rows, 1.0)
-            self.control = self.control.init(spread=spread, length=length, n=own or None, signal=self._signal(step))
+            self.control = self.control.init(spread=spread, length=length, n=drawn or None, signal=self._signal(step))
         self.settled = True
         self.moved = self.moved or (kl is not None and not abs(kl) <= MOVED * (self.target or 1.0))
         read = self.control.before_update(
