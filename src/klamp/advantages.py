@@ -44,14 +44,18 @@ def group_advantages(
     r = select(rewards.view(-1, group_size), keep)
     count = keep.sum(1, keepdim=True)
     # Equal rewards say nothing. Their mean may miss them by rounding, which the division would blow up.
-    high, low = select(r, keep, -torch.inf).amax(1, keepdim=True), select(r, keep, torch.inf).amin(1, keepdim=True)
-    rounding = 4 * torch.finfo(r.dtype).eps * torch.maximum(high.abs(), low.abs())  # of sums that are equal on paper
-    tied = (high == low) | ((high - low <= rounding) & rounding.isfinite())
-    centred = select(r - r.sum(1, keepdim=True) / count.clamp(min=1), keep & ~tied)
+    centred = select(r - r.sum(1, keepdim=True) / count.clamp(min=1), keep & ~alike(r, keep)[:, None])
     if std:
         variance = (centred * centred).sum(1, keepdim=True) / (count - correction).clamp(min=1)
         centred = centred / (variance.sqrt() + eps)
     return centred.reshape(-1)
+
+
+def alike(rewards: Tensor, valid: Tensor) -> Tensor:
+    """[groups], True where the valid rewards of a group [groups, G] are equal, or sums that are equal on paper."""
+    high, low = select(rewards, valid, -torch.inf).amax(1), select(rewards, valid, torch.inf).amin(1)
+    rounding = 2 * torch.finfo(rewards.dtype).eps * torch.maximum(high.abs(), low.abs())
+    return (high == low) | ((high - low <= rounding) & rounding.isfinite())
 
 
 def to_go(x: Tensor, mask: Tensor | None = None, gamma: float = 1.0) -> Tensor:

@@ -39,7 +39,8 @@ class Clamped:
     """What is left of the displacement: 1 when nothing was scaled."""
     effort: float = 0.0
     """``-log(scale)``, what the price should have prevented; feed it to ``Hold.update``. Where the displacement begins
-    away from the reference it is half of ``log(kl_before / kl_after)``: how much nearer to it the weights came."""
+    away from the reference it is half of ``log(kl_before / kl_after)``, above the floor: how much nearer to it the
+    weights came."""
     rounds: int = 0
     """Times the displacement was scaled."""
     held: bool = True
@@ -77,6 +78,7 @@ def clamp(
     kl: float | None = None,
     rounds: int = 4,
     origin_kl: float = 0.0,
+    floor: float = 0.0,
 ) -> Clamped:
     """Scale the displacement until KL is in ``[0.97 limit, limit]``; at most ``rounds`` scalings and measurements.
 
@@ -91,6 +93,7 @@ def clamp(
         kl: a measurement already taken after the update. None: ``measure()``.
         rounds: how often the displacement is scaled and measured at most.
         origin_kl: the KL where the displacement is zero, where that is not the reference (backtracking).
+        floor: what rounding alone reads as KL, also at the reference.
 
     Returns:
         The KL before and after, the scale, the effort, and whether the limit holds.
@@ -101,10 +104,12 @@ def clamp(
     before = measure() if kl is None else kl
     if not math.isfinite(before) or before <= limit:
         return Clamped(before, before, held=math.isfinite(before))
-    return _search(measure, scale, limit, before, rounds, max(origin_kl, 0.0))
+    return _search(measure, scale, limit, before, rounds, max(origin_kl, 0.0), max(floor, 0.0))
 
 
-def no_farther(measure: Callable[[], float], scale: Scaler, began: float, halvings: int = 4) -> Clamped:
+def no_farther(
+    measure: Callable[[], float], scale: Scaler, began: float, halvings: int = 4, *, floor: float = 0.0
+) -> Clamped:
     """Halve a step until KL is no higher than where it began; undo it when that does not do."""
     before = kl = measure()
     total, rounds = 1.0, 0
@@ -114,7 +119,7 @@ def no_farther(measure: Callable[[], float], scale: Scaler, began: float, halvin
     if not kl <= began:  # also where it cannot be measured
         scale(0.0)
         total, kl = 0.0, began
-    return Clamped(before, kl, total, _nearer(before, kl), rounds, held=math.isfinite(before))
+    return Clamped(before, kl, total, _nearer(before - floor, kl - floor), rounds, held=math.isfinite(before))
 
 
 def _nearer(before: float, after: float) -> float:
@@ -129,10 +134,16 @@ _SLACK = 0.03
 
 
 def _search(
-    measure: Callable[[], float], scale: Scaler, limit: float, before: float, rounds: int, origin: float
+    measure: Callable[[], float],
+    scale: Scaler,
+    limit: float,
+    before: float,
+    rounds: int,
+    origin_kl: float,
+    floor: float,
 ) -> Clamped:
     """The rounds of :func:`clamp`: the square-root rule first, secants after, the best known scale at the end."""
-    aim = limit * (1 - _SLACK / 2)
+    aim, origin = limit * (1 - _SLACK / 2), max(origin_kl, floor)
     low, high = (0.0, origin), (1.0, before)  # (scale, kl) known to be under and over the limit
     total, kl, used = 1.0, before, 0
     guess = scale_for(before, aim, origin_kl=origin)
@@ -149,7 +160,9 @@ def _search(
     if not kl <= limit and low[0] > 0:
         scale(low[0] / total)
         total, kl = low
-    effort = _nearer(before, kl) if origin > 0 else -math.log(max(total, 1e-12))
+    effort = -math.log(max(total, 1e-12))
+    if origin > floor:
+        effort = _nearer(before - floor, (kl if math.isfinite(kl) else aim) - floor)
     return Clamped(before, kl, total, effort, used, held=kl <= limit)
 
 

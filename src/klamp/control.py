@@ -347,13 +347,13 @@ class Control:
                 "with clamp=None."
             )
         own = measure() if own is None else own
-        limit, origin = self._own_limit(own), self.state.floor if origin_kl is None else origin_kl
+        limit, origin, floor = self._own_limit(own), origin_kl or 0.0, self.state.floor
         if origin_kl is None:  # what rounding alone reads cannot be scaled away
-            limit = max(limit, ROUNDING * self.state.floor)
+            limit = max(limit, ROUNDING * floor)
         if origin >= limit:
-            result = no_farther(measure, scale, origin)
+            result = no_farther(measure, scale, origin, floor=floor)
         else:
-            result = clamp_kl(measure, scale, limit, kl=own, origin_kl=origin)
+            result = clamp_kl(measure, scale, limit, kl=own, origin_kl=origin, floor=floor)
         last = result if is_kl(result.kl_before, result.kl_after) else None
         return replace(self, state=replace(self.state, last=last), clamped=result, own_limit=limit)
 

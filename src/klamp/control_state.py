@@ -84,8 +84,14 @@ class ControlState:
             last=known if known is not None and is_kl(known.kl_before, known.kl_after) else None,
             floor=require_number("control.floor", saved.get("floor", 0.0), at_least=0, way_out=DAMAGED),
             monitor=MonitorState.from_dict(saved["monitor"]),
-            reading=None if reading is None else from_plain(BatchKL, nan_from_text(reading), finite=False),
+            reading=None if reading is None else from_plain(BatchKL, _reading(reading), finite=False),
         )
+
+
+def _reading(saved: Any) -> Any:
+    """A saved reading; one from before groups without signal were told apart had all groups count."""
+    plain = nan_from_text(saved)
+    return {"signal": 1.0, **plain} if isinstance(plain, dict) else plain
 
 
 def _gauge(saved: Mapping[str, Any]) -> GaugeState:

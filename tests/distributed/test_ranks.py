@@ -42,14 +42,17 @@ MOVE = 0.05
 
 
 def recorded(rank: int, ranks: int) -> tuple[Rollout, torch.Tensor]:
-    """Four groups of four sequences of different lengths with their rewards, shared out by whole groups."""
+    """Four groups of four sequences of different lengths with their rewards, shared out by whole groups.
+
+    The rewards of the first group are equal, so one process sees more groups with a signal than the other.
+    """
     g = torch.Generator().manual_seed(7)
     sequences, counted, rewards = [], [], []
     for n in range(16):
         prompt, length = 1 + n // 4 % 3, int(torch.randint(1, 8, (1,), generator=g))
         sequences.append(torch.randint(3, 32, (prompt + length,), generator=g).tolist())
         counted.append([t >= prompt for t in range(prompt + length)])
-        rewards.append(float(torch.rand(1, generator=g)))
+        rewards.append(float(torch.rand(1, generator=g)) if n >= 4 else 0.7)
     share = 16 // ranks
     mine = slice(rank * share, (rank + 1) * share)
     logps = [[float("nan")] * len(s) for s in sequences[mine]]
@@ -166,6 +169,7 @@ def test_two_processes_make_the_update_of_one(both: Any, name: str) -> None:
         assert theirs == pytest.approx(ours, rel=1e-4, abs=1e-6)
         assert theirs == ranks[1][name]["metrics"][step], "metrics are everybody's"
     assert alone[name]["metrics"][1]["kl/ref/exact"] > 5e-4
+    assert alone[name]["metrics"][0]["policy/signal"] == (1.0 if name == "ppo" else 0.75)
 
 
 def test_far_from_the_limit_two_processes_measure_the_share_of_one(both: Any) -> None:

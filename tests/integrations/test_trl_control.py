@@ -79,21 +79,34 @@ def test_the_first_price_comes_from_the_first_batch(trainer: Make, clamp: bool, 
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_the_price_is_in_units_of_the_spread_of_groups_that_show_a_signal(trainer: Make, scale: str) -> None:
+@pytest.mark.parametrize("equal", [0.7, 66.7])
+def test_the_price_is_in_units_of_the_spread_of_groups_that_show_a_signal(
+    trainer: Make, scale: str, equal: float
+) -> None:
     """Two of eight prompts are rewarded. The rewards of the others are equal, at a number whose mean is rounded."""
 
     def sparse(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
         first = list(dict.fromkeys(prompts))[:2]
-        return [math.sqrt(sum(map(ord, c))) if p in first else 2.9 for p, c in zip(prompts, completions, strict=True)]
+        return [math.sqrt(sum(map(ord, c))) if p in first else equal for p, c in zip(prompts, completions, strict=True)]
 
-    settings = {"per_device_train_batch_size": 40, "num_generations": 5, "scale_rewards": scale}
+    settings = {"per_device_train_batch_size": 56, "num_generations": 7, "scale_rewards": scale}
     t, _ = controlled(trainer(max_steps=1, reward_funcs=sparse, **settings), clamp=False)
     spread = logged(t, "klamp/spread")[0]
     assert logged(t, "klamp/signal") == [0.25]
-    if scale == "group":  # five advantages over their own standard deviation (Bessel's) and 1e-4
-        assert spread == pytest.approx(math.sqrt(4 / 5 / 4), rel=5e-3)
+    if scale == "group":  # seven advantages over their own standard deviation (Bessel's) and 1e-4
+        assert spread == pytest.approx(math.sqrt(6 / 7 / 4), rel=5e-3)
     unit = t.state.stateful_callbacks[SAVED]["controller"]["square"] ** 0.5
     assert unit == pytest.approx(2 * spread, rel=1e-9)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_rewards_that_hardly_differ_are_a_signal(trainer: Make, scale: str) -> None:
+    def tiny(completions: list[str], **_: Any) -> list[float]:
+        return [1e-6 * sum(map(ord, c)) / 100 for c in completions]
+
+    t, _ = controlled(trainer(max_steps=1, reward_funcs=tiny, scale_rewards=scale), clamp=False)
+    assert logged(t, "klamp/signal") == [1.0]
+    assert logged(t, "klamp/spread")[0] > 0
 
 
 @pytest.mark.parametrize("micro", [40, 8])
@@ -116,7 +129,7 @@ def test_a_completion_at_the_mean_of_its_group_belongs_to_a_group_with_a_signal(
 
 
 @pytest.mark.parametrize("scale", ["group", "batch"])
-@pytest.mark.parametrize(("reward", "size"), [(0.7, 7), (2.9, 5), (9.7, 10)])
+@pytest.mark.parametrize(("reward", "size"), [(0.7, 7), (2.9, 6), (9.7, 10), (100.1, 8)])
 def test_equal_rewards_are_no_signal_though_trl_divides_their_rounding(
     trainer: Make, reward: float, size: int, scale: str
 ) -> None:
@@ -131,7 +144,7 @@ def test_equal_rewards_are_no_signal_though_trl_divides_their_rounding(
 
 def test_completions_that_are_masked_whole_count_neither_as_rows_nor_as_signal() -> None:
     """``mask_truncated_completions`` leaves some out; here two of the told prompt."""
-    trainer = SimpleNamespace(args=SimpleNamespace(scale_rewards="group"))
+    trainer = alone("group", 4)
     inputs = {
         "prompt_ids": torch.tensor([[0, 5]] * 4 + [[6, 5]] * 4),
         "prompt_mask": torch.tensor([[0, 1]] * 4 + [[1, 1]] * 4),
@@ -143,6 +156,46 @@ def test_completions_that_are_masked_whole_count_neither_as_rows_nor_as_signal()
     assert [each.tolist() for each in told] == [[True, True, False, False], [False] * 4]
     tokens, rows, squares, signal = (sum(x) for x in zip(*map(_count, halves, told), strict=True))
     assert (tokens, rows, squares, signal) == (15, 5, 1.5**2 + 0.5**2, 2)
+
+
+def alone(scale: str, size: int, **args: Any) -> Any:
+    """As much of a trainer in one process as ``with_signal`` reads."""
+    settings = SimpleNamespace(scale_rewards=scale, device="cpu", **args)
+    return SimpleNamespace(args=settings, num_generations=size, accelerator=SimpleNamespace(gather=lambda x: x))
+
+
+def shares(scale: str, groups: list[list[float]], seen: int | None = None, **args: Any) -> list[bool]:
+    """Whether each group shows a signal where a step holds ``seen`` of its completions, all of them without it."""
+    size = len(groups[0])
+    each = torch.tensor([g[:seen] for g in groups])
+    rows = each.numel()
+    inputs = {
+        "prompt_ids": torch.arange(len(groups)).repeat_interleave(each.size(1))[:, None],
+        "prompt_mask": torch.ones(rows, 1),
+        "completion_mask": torch.ones(rows, 2),
+        "advantages": each.flatten(),
+    }
+    [told] = with_signal(alone(scale, size, **args), [inputs])
+    return told.view(len(groups), -1).all(1).tolist()
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_a_whole_group_has_a_signal_where_its_advantages_differ(scale: str) -> None:
+    rounding, graded = [0.2] * 4, [-0.2, 0.0, 0.0, 0.2]
+    assert shares(scale, [rounding, graded]) == [False, True], "however large the rounding of equal rewards is"
+    on_paper = [6e-4, 0.0, 0.0, -3e-4] if scale != "none" else [1e-6, 0.0, 0.0, -1e-6]
+    assert shares(scale, [on_paper, graded]) == [False, True], "and sums that are equal on paper"
+
+
+def test_of_a_group_that_is_here_in_part_an_advantage_beyond_rounding_shows_a_signal() -> None:
+    groups = [[0.009] * 4, [0.5, 0.5, -0.5, -0.5]]
+    assert shares("group", groups, seen=2) == [False, True]
+    assert shares("none", groups, seen=2) == [True, True], "nothing divided"
+    assert shares("none", [[4e-6] * 4, groups[1]], seen=2) == [False, True]
+    assert shares("none", groups, seen=2, multi_objective_aggregation="normalize_then_sum") == [False, True]
+    beside_an_outlier = [[300.0, -0.004, -0.004, -0.004], [-0.004, 0.002, 0.0, 0.0]]
+    assert shares("batch", beside_an_outlier, seen=2) == [True, True]
+    assert shares("batch", [[0.004] * 4, [0.006] * 4], seen=2) == [False, False]
 
 
 def test_a_first_price_far_from_the_computed_one_is_left_at_the_first_update(trainer: Make) -> None:

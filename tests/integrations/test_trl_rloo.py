@@ -65,6 +65,16 @@ def test_several_generations_in_one_step(trainer: Make) -> None:
     assert len(logged(t, "klamp/kl")) == 3
 
 
+def test_all_groups_count_as_having_a_signal(trainer: Make) -> None:
+    """The advantages hold the price as well, so equal rewards have one as soon as KL differs."""
+
+    def sparse(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        return [float(len(c)) if p == prompts[0] else 0.0 for p, c in zip(prompts, completions, strict=True)]
+
+    t, _ = run(trainer(kind="RLOO", max_steps=2, reward_funcs=sparse, per_device_train_batch_size=32), clamp=False)
+    assert logged(t, "klamp/signal") == [1.0, 1.0]
+
+
 def test_normalised_advantages_say_nothing_about_the_price(trainer: Make) -> None:
     _, control = run(trainer(kind="RLOO", max_steps=1, normalize_advantages=True), clamp=False)
     assert control.state.beta == HOLD.init().beta

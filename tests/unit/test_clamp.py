@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from klamp.clamp import Clamped, Gauge, GaugeState, clamp, scale_for
+from klamp.clamp import Clamped, Gauge, GaugeState, clamp, no_farther, scale_for
 from klamp.clamp_scalers import lora_scaler, snapshot, weights_scaler
 from klamp.errors import ConfigError
 
@@ -111,6 +111,29 @@ def test_the_effort_of_backtracking_is_what_went_of_the_distance(began: float, s
     assert result.effort <= math.log((began + step) / began) / 2 + 1e-12
 
 
+@pytest.mark.parametrize("floor", [0.0, 0.002])
+def test_rounding_is_no_part_of_the_distance_that_the_effort_is_of(floor: float) -> None:
+    line = Line(lambda x: floor + 0.033 * x * x)  # from the reference, which reads the floor
+    result = clamp(line.measure, line.scale, 0.01, floor=floor)
+    assert result.held
+    assert result.effort == pytest.approx(-math.log(line.at), rel=1e-12)
+    assert result.effort == pytest.approx(math.log(0.033 / (result.kl_after - floor)) / 2), "the same above the floor"
+
+    line = Line(lambda x: floor + (0.05 + 0.15 * x) ** 2)  # from elsewhere
+    result = clamp(line.measure, line.scale, 0.01, origin_kl=floor + 0.05**2, floor=floor)
+    assert result.effort == pytest.approx(math.log(0.2 / (0.05 + 0.15 * line.at)))
+    line.at = 1.0
+    undone = no_farther(line.measure, line.scale, floor + 0.05**2, floor=floor)
+    assert undone.effort == pytest.approx(math.log(0.2 / (0.05 + 0.15 * line.at)))
+
+
+def test_a_step_that_was_scaled_and_cannot_be_measured_again_has_the_effort_it_was_scaled_for() -> None:
+    readings = iter([1.0, math.nan])
+    result = clamp(lambda: next(readings), lambda s: None, 0.1, origin_kl=0.05)
+    assert not result.held
+    assert result.effort == pytest.approx(math.log(1.0 / (0.1 * 0.985)) / 2)
+
+
 def test_an_origin_over_the_limit_is_as_far_as_it_goes() -> None:
     line = Line(lambda x: 0.2 + x)
     result = clamp(line.measure, line.scale, 0.1, origin_kl=0.2)
@@ -185,7 +208,7 @@ def test_weights_interpolate_and_are_exact_at_both_ends(dtype: torch.dtype) -> N
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         middle = origin[name].to(wide) + 0.5 * (after[name].to(wide) - origin[name].to(wide))
         if dtype == torch.bfloat16:  # rounded up or down: less than one unit in the last of its eight bits away
-            assert bool(((p.float() - middle).abs() < middle.abs() * 2**-7).all())
+            assert bool(((p.float() - middle).abs() <= middle.abs() * 2**-7).all())
         else:
             assert torch.equal(p, middle.to(dtype))
     scale(0.0)

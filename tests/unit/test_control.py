@@ -175,6 +175,13 @@ def test_what_the_trainer_saved_before_goes_on() -> None:
     assert control_of(KLConfig()).from_dict(least).state == control.state
 
 
+def test_a_reading_from_before_groups_without_signal_were_told_apart_goes_on() -> None:
+    waiting = Control(Hold(0.05, "token")).init(spread=1.0, length=20).before_update(0.01, 0.8, 8, noise=math.inf)
+    saved = waiting.to_dict()
+    del saved["reading"]["signal"]
+    assert Control(Hold(0.05, "token")).from_dict(saved).state == waiting.state
+
+
 @pytest.mark.parametrize(
     ("saved", "says"),
     [

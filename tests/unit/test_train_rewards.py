@@ -14,8 +14,10 @@ import numpy
 import pytest
 import torch
 
+from klamp.advantages import alike, group_advantages
 from klamp.errors import ConfigError, RewardError
 from klamp.train.config import RewardConfig
+from klamp.train.metrics import without_signal
 from klamp.train.rewards import Scorer
 
 PROMPTS, COMPLETIONS = ["p"] * 4, ["good one", "fine", "bad", "last"]
@@ -227,5 +229,32 @@ def test_failures_are_counted_in_the_metrics(trainer: Any) -> None:
     def sometimes(prompts: list[str], completions: list[str]) -> list[float]:
         return [math.nan if i % 4 == 0 else float(len(c)) for i, c in enumerate(completions)]
 
-    last = trainer(rewards=sometimes, steps=2, reward=RewardConfig(on_error="mask")).run()
+    made = trainer(rewards=sometimes, steps=1, reward=RewardConfig(on_error="mask"))
+    last = made.run()
     assert last["reward/failed"] == 2.0
+    assert last["policy/signal"] == 1.0, "of the completions that count"
+
+
+def test_weighted_sums_that_are_equal_on_paper_are_equal() -> None:
+    """Of rewards near 1000 that cancel out but for 0.1: float32 would leave 6e-5 of rounding between them."""
+    base = [1000.7, 999.3, 1000.1, 998.9]
+
+    def up(prompts: list[str], completions: list[str]) -> list[float]:
+        return [x + 0.1 for x in base]
+
+    def down(prompts: list[str], completions: list[str]) -> list[float]:
+        return base
+
+    scored = Scorer(RewardConfig(functions=("a", "b"), weights=(1.0, -1.0)), [up, down])(PROMPTS, COMPLETIONS, {})
+    assert scored.total.unique().tolist() == pytest.approx([0.1])
+    assert alike(scored.total[None], scored.valid[None]).all()
+
+
+@pytest.mark.parametrize(
+    ("rewards", "equal"), [([3e6, 3e6 + 1], False), ([1e6, 1e6 + 0.25], False), ([0.7, 0.7 + 1e-7], True)]
+)
+def test_a_group_has_a_signal_where_its_rewards_differ_by_more_than_rounding(rewards: list[float], equal: bool) -> None:
+    given = torch.tensor(rewards)
+    assert len(set(given.tolist())) == 2
+    assert group_advantages(given, 2).any().item() is not equal
+    assert without_signal(given, torch.ones(2, dtype=torch.bool), 2).tolist() == [equal], "the alarm asks the same"

@@ -7,7 +7,7 @@ price the optimiser moves x by ``rate`` a step. The price pulls x back in propor
     x    <- x + pace
 
 ``rho = beta / unit`` is the price in units of the RMS of the advantages in groups that show a signal. ``rho*`` is the
-price under which x settles at 1. ``drive`` is 1; less in a batch with a weaker signal than usual, and 0 without one.
+price under which x settles at 1. ``drive`` is 1; less where these advantages are smaller than usual, 0 without any.
 
 Each reading of KL is compared with the forecast. The more the price holds x back, the more of the error corrects
 ``rho*``; the rest corrects ``rate``. So a KL that is low because learning is slow hardly lowers the price.
@@ -46,7 +46,7 @@ class HoldState(State):
     """What is known of the plant, relative to the target. Ten numbers."""
 
     log_rho: float = 0.0
-    """``log rho*``: the price in units of the spread under which x settles at 1."""
+    """``log rho*``: the price under which x settles at 1, in its unit."""
     lowest: float = 0.0
     """The lowest rho that is charged: half the computed one, less where few groups show a signal; 0 if none was."""
     x: float = 0.0
@@ -56,7 +56,7 @@ class HoldState(State):
     log_rate: float = math.log(FIRST_RATE)
     """Logarithm of the change of x a step where nothing is charged."""
     square: float = 0.0
-    """Running mean square of the spread; 0 before the first signal, or where none is given."""
+    """Running mean of the square of the unit; 0 before the first signal, or where no spread is given."""
     steps: int = -5
     """Readings since KL left zero; negative while Hold waits for that, for five updates at most."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klamp.advantages import group_advantages
+from klamp.advantages import alike, group_advantages
 from klamp.chat import Encoder, Row
 from klamp.errors import ConfigError, require_number
 from klamp.local_backend.arguments import Arguments
@@ -117,8 +117,13 @@ class Batch:
         for trajectory in everyone:
             for name, value in dict(getattr(trajectory, "metrics", None) or {}).items():
                 named.setdefault(f"trajectory/{name}", []).append(float(value))
-        several = [{float(t.reward) for t in group} for group in self.trajectories if len(group) > 1]
-        same = {"reward/no_signal": sum(len(r) == 1 for r in several) / len(several)} if several else {}
+        several = [
+            torch.tensor([[float(t.reward) for t in group]], dtype=torch.float64)
+            for group in self.trajectories
+            if len(group) > 1
+        ]
+        equal = sum(bool(alike(r, torch.ones_like(r, dtype=torch.bool))) for r in several)
+        same = {"reward/no_signal": equal / len(several)} if several else {}
         return {
             **same,
             "reward/mean": float(rewards.mean()),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from klamp.advantages import alike
 from klamp.control import Control
 from klamp.masked import select
 from klamp.monitor import BAND
@@ -91,9 +92,7 @@ def reward_metrics(rollout: Rollout, scored: Scored, reduce: Callable[[Tensor], 
 def without_signal(rewards: Tensor, valid: Tensor, group_size: int) -> Tensor:
     """[groups with a valid reward] whether every valid completion of the group has the same one."""
     rewards, valid = rewards.view(-1, group_size), valid.view(-1, group_size)
-    highest = torch.where(valid, rewards, -math.inf).amax(1)
-    lowest = torch.where(valid, rewards, math.inf).amin(1)
-    return (highest == lowest)[valid.any(1)]
+    return alike(rewards, valid)[valid.any(1)]
 
 
 def sampler_gap(rollout: Rollout, logp: Tensor, counted: Tensor) -> Tensor:

@@ -155,10 +155,10 @@ class Scorer:
             values = self._values(name, function, prompts, completions, columns)
             good = torch.tensor([_finite(v) for v in values], dtype=torch.bool)
             valid &= good
-            parts[name] = torch.where(good, torch.tensor(values, dtype=torch.float64), 0.0).float()
-        total = torch.zeros(len(completions))
-        for weight, part in zip(self.weights, parts.values(), strict=True):
-            total = total + weight * part
+            parts[name] = torch.where(good, torch.tensor(values, dtype=torch.float64), 0.0)
+        # Rounded once, so that sums that are equal on paper are equal.
+        weighted = [weight * part for weight, part in zip(self.weights, parts.values(), strict=True)]
+        total = torch.stack(weighted).sum(0).float()
         over = (valid & ~torch.isfinite(total)).nonzero().flatten().tolist()
         if over and self.config.on_error == "stop":
             raise RewardError(
@@ -166,7 +166,7 @@ class Scorer:
                 f"‹reward.weights={self.weights}›, or set ‹reward.on_error=mask› to leave such samples out."
             )
         valid[over] = False
-        return Scored(torch.where(valid, total, 0.0), valid, parts)
+        return Scored(torch.where(valid, total, 0.0), valid, {name: part.float() for name, part in parts.items()})
 
     def _values(
         self,

@@ -54,9 +54,9 @@ class Step(NamedTuple):
     rows: float
     """Completions with such a token."""
     squares: float
-    """Sum over completions of the squared advantage."""
+    """Sum of the squared advantages of those that are told."""
     told: float
-    """Completions of prompts that show a signal."""
+    """Completions with such a token in groups that show a signal."""
 
 
 class KLControl(TrainerCallback):

@@ -5,7 +5,6 @@ Shapes: B completions of T tokens in a micro-batch; hidden [B, T, H], row t the 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -51,42 +50,67 @@ def squared_advantage(inputs: Inputs) -> Tensor:
 
 
 ROUNDED = 1e-2
-"""Up to this advantage completions of a group are taken for equally rewarded where TRL divides by a standard deviation.
-It adds 1e-4 to that, so the rounding of equal rewards of 10 leaves as much."""
+"""Up to this advantage a completion may be rewarded as its group is where TRL divides by a standard deviation: it adds
+1e-4 to that, so the rounding of the mean of equal rewards of 10 leaves as much."""
 UNDIVIDED = 1e-5
 """The same where TRL does not divide, as a share of the largest advantage of the step."""
+TIED = 1e-3
+"""By so much may advantages of a whole group differ where TRL divides: equal rewards have equal ones, and sums near 1
+that are equal on paper differ by 6e-8."""
 
 
 def with_signal(trainer: Trainer, batches: Sequence[Inputs]) -> list[Tensor]:
-    """[B] of each micro-batch, True for completions with counted tokens whose prompt has some with an advantage.
+    """[B] of each micro-batch, True for completions with counted tokens in groups whose rewards differ.
 
-    TRL shuffles groups over a step's micro-batches, and the prompt tells which are one; where there are images it does
-    not, and each completion is taken alone.
+    TRL shuffles groups over a step's micro-batches, and the prompt tells which are one. Those of which all completions
+    are here have a signal if their advantages differ. Of others, and where there are images, which the prompt does not
+    name, a completion shows it by an advantage beyond rounding.
     """
-    squares = [squared_advantage(inputs) for inputs in batches]
+    advantages = [_advantage(inputs) for inputs in batches]
     trained = [counted(inputs).any(1) for inputs in batches]
-    least = _rounding(trainer, max(float(each.max()) for each in squares) ** 0.5)
-    own = [each > least * least for each in squares]
+    least = _rounding(trainer, max(float(each.abs().max()) for each in advantages))
     if any("pixel_values" in inputs for inputs in batches):
-        return [has & counts for has, counts in zip(own, trained, strict=True)]
+        return [(a.abs() > least) & counts for a, counts in zip(advantages, trained, strict=True)]
     prompts = [_prompts(inputs) for inputs in batches]
-    told = {name for names, has in zip(prompts, own, strict=True) for name in itertools.compress(names, has.tolist())}
+    groups: dict[tuple[int, ...], list[float]] = {}
+    for names, found in zip(prompts, advantages, strict=True):
+        for name, advantage in zip(names, found.tolist(), strict=True):
+            groups.setdefault(name, []).append(advantage)
+    whole, tied = trainer.num_generations, min(least, TIED) if _divides(trainer) else least
+    told = {
+        name
+        for name, each in groups.items()
+        if (max(each) - min(each) > tied if len(each) == whole else max(map(abs, each)) > least)
+    }
     return [
         each & torch.tensor([name in told for name in names], device=each.device)
         for each, names in zip(trained, prompts, strict=True)
     ]
 
 
+def _advantage(inputs: Inputs) -> Tensor:
+    """[B], of a completion; the one that is farthest from 0 where each token has its own."""
+    each: Tensor = inputs["advantages"].float()
+    each = each.reshape(len(each), -1)
+    return each.gather(1, each.abs().argmax(1, keepdim=True)).squeeze(1)
+
+
 def _rounding(trainer: Trainer, largest: float) -> float:
     """The largest advantage that may be the rounding of equal rewards; this process has one as large as ``largest``."""
     args = trainer.args
-    scale = getattr(args, "scale_rewards", "none")
-    if scale == "group" or getattr(args, "multi_objective_aggregation", None) == "normalize_then_sum":
-        return ROUNDED
-    if scale == "batch":  # one outlier makes small advantages of all others; rounding is far below where there is one
-        return ROUNDED if largest <= ROUNDED else ROUNDED / 10
-    everywhere = trainer.accelerator.gather(torch.tensor([largest], device=args.device))
-    return UNDIVIDED * float(everywhere.max())
+    largest = float(trainer.accelerator.gather(torch.tensor([largest], device=args.device)).max())
+    if not _divides(trainer):
+        return UNDIVIDED * largest
+    # In a batch one outlier makes small advantages of all others. Rounding is far below them then.
+    outlier = getattr(args, "scale_rewards", "none") == "batch" and largest > ROUNDED
+    return ROUNDED / 10 if outlier else ROUNDED
+
+
+def _divides(trainer: Trainer) -> bool:
+    """Whether TRL divides the rewards' distance from their mean by a standard deviation."""
+    args = trainer.args
+    several = getattr(args, "multi_objective_aggregation", None) == "normalize_then_sum"
+    return several or getattr(args, "scale_rewards", "none") in ("group", "batch")
 
 
 def _prompts(inputs: Inputs) -> list[tuple[int, ...]]:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from klamp import __version__
+from klamp.advantages import alike
 from klamp.control import Control
 from klamp.controllers import Controller, Hold, State
 from klamp.errors import ConfigError, unknown, writing
@@ -220,7 +221,7 @@ class HoldKLController:
 
 def _spread(data: Any) -> tuple[float, float]:
     """RMS spread of the sequences' scores within a prompt, or over the batch where no prompt has two; and the share of
-    prompts whose scores differ."""
+    their degrees of freedom that is in prompts whose scores differ."""
     scores: Tensor = data.batch["token_level_scores"].double().sum(-1)
     uids = data.non_tensor_batch.get("uid")
     groups: dict[Any, list[int]] = {}
@@ -228,7 +229,7 @@ def _spread(data: Any) -> tuple[float, float]:
         groups.setdefault(i if uids is None else str(uids[i]), []).append(i)
     several = [scores[rows] for rows in groups.values() if len(rows) > 1] or [scores]
     freedom = sum(len(x) - 1 for x in several)
-    told = [x for x in several if len(x) > 1 and bool(x.max() > x.min())]  # the mean of equal scores is rounded
+    told = [x for x in several if len(x) > 1 and not alike(x[None], torch.ones_like(x[None], dtype=torch.bool))]
     spread = math.sqrt(sum(float((x - x.mean()).square().sum()) for x in told) / freedom) if told else 0.0
     return (spread, sum(len(x) - 1 for x in told) / freedom) if 0 < spread < math.inf else (0.0, 1.0)
 
