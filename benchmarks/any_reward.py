@@ -356,6 +356,7 @@ def pages() -> Iterator[tuple[str, list[str]]]:
     for model in SETTINGS:
         for arm in any_reward_tables.COLUMNS:
             yield f"{model} {arm}", any_reward_tables.page(rows, model, arm)
+    yield "rewards", any_reward_tables.rewards()
 
 
 def main() -> None:

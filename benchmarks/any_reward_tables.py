@@ -77,7 +77,7 @@ def usual_spread(spread: Sequence[float], signal: Sequence[float]) -> list[float
 
 
 def prices(row: Row, price: float) -> tuple[float, float]:
-    """Lowest and highest ``beta / (rho0 spread)``; a price is made of the spreads before its step."""
+    """Lowest and highest price over the computed one; a price is made of the spreads before its step."""
     spreads = usual_spread(row["spread"], row.get("signal", [1.0] * len(row["spread"])))
     ratios = [beta / (price * s) for beta, s in zip(row["beta"][1:], spreads[:-1], strict=True)]
     return min(ratios), max(ratios)
@@ -291,7 +291,7 @@ def summary(judged: Sequence[Judged]) -> list[str]:
         lines += [
             f"KL of the last third is within 20 % of the target on {len(pulls) - len(away)} of {len(pulls)} rewards; "
             f"not on {', '.join(away)}.",
-            f"{sum(map(sum, peaks))} runs have a reading above 1.5 times the target (2 with a sparse reward), on "
+            f"{sum(map(sum, peaks))} runs have a reading above its aim, 1.5 or 2 times the target, on "
             f"{sum(map(any, peaks))} rewards; beyond its noise on {', '.join(beyond) or 'none'}.",
         ]
     known = [j for j in judged if j.gain]
@@ -304,13 +304,19 @@ def summary(judged: Sequence[Judged]) -> list[str]:
     once = [gained(j.gain) for j in known if not j.decided]
     lines.append(f"On the {len(once)} of them that nothing was chosen on it is {fmean(once):.0f} % in the mean.")
     idle = [f"{j.figures[8].replace('-', ' to ')} with *{j.name}*" for j in judged if j.name in many_rewards.NOTHING]
-    lines.append(f"`beta / (rho0 · spread)` is {', '.join(idle)}.")
+    lines.append(f"The price is {', '.join(idle)}, over the computed one.")
     return [f"- {line}" for line in lines]
+
+
+def rewards() -> list[str]:
+    """What each reward is, as a Markdown table."""
+    rows = [f"| {name} | {what} |" for name, what in sorted(many_rewards.WHAT.items())]
+    return ["| reward | what it is |", "| --- | --- |", *rows]
 
 
 HEADINGS = (
     *("reward", "arm", "runs", "highest KL / target", "less 2 sd, / limit", "fresh KL / limit", "late KL / target"),
-    *("late reward", "gain, % of constant's", "effort %", "beta / (rho0 spread)", "spread"),
+    *("late reward", "gain, % of constant's", "effort %", "beta / computed", "spread"),
 )
 
 
@@ -322,7 +328,7 @@ def show(rows: Sequence[Row]) -> None:
     known = {row["model"]: row for row in rows if "price" in row}
     for model, made in known.items():
         words = {name: (made["words"][name], round(made["shares"][name], 4)) for name in made["words"]}
-        console.print(f"{model}: {made['length']:.1f} tokens, rho0 {made['price'] / UNIT:.3f}, sparse words {words}")
+        console.print(f"{model}: {made['length']:.1f} tokens, computed price {made['price'] / UNIT:.3f}, sparse words {words}")
     runs = [row for row in rows if "arm" in row]
     for half, names in many_rewards.HALVES.items():
         of_half = [r for r in runs if r["reward_name"] in names]

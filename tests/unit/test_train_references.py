@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from klamp.controllers.hold import HoldState
 from klamp.models import load_model
 from klamp.references import parse
 from klamp.references.spec import saved_steps
@@ -259,7 +260,7 @@ def test_a_new_reference_makes_the_kl_to_come_unknown(trainer: Any, reference: s
     assert [len(made.learner.future_kl) > 0 for _ in steps_of(made)] == known
 
 
-@pytest.mark.parametrize(("reference", "readings"), [("periodic:3", 0), ("ema:0.7", 2)])
+@pytest.mark.parametrize(("reference", "readings"), [("periodic:3", HoldState(beta=1.0).steps), ("ema:0.7", 2)])
 def test_hold_begins_anew_where_the_policy_became_its_reference(trainer: Any, reference: str, readings: int) -> None:
     """Also where the reference was put in place after the learner was made, as LocalBackend does."""
     made = trainer(steps=3, save_every=1)
