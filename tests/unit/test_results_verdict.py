@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import random
 import re
@@ -9,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from klamp.results.promises import Check, _no_higher, gain_of
 from klamp.results.records import Record, Series
-from klamp.results.statistics import Comparison, Interval
-from klamp.results.verdict import judge
+from klamp.results.statistics import Comparison, Figures, Interval
+from klamp.results.verdict import Verdict, arms_table, judge
 
 TARGET, LIMIT = 0.05, 0.055
 
@@ -135,7 +137,11 @@ def test_nobody_in_band_is_said_and_nothing_is_ticked() -> None:
     assert len(said.checks) == 10
     begun_by_the_band = [c for c in said.checks if "constant" not in c.what]
     assert {c.holds for c in begun_by_the_band} == {None}
-    assert {c.found for c in begun_by_the_band} == {"never in band within 60 steps", "0.18 × (± 6 %)", "not measured"}
+    assert {c.found for c in begun_by_the_band} == {
+        "never in band within 60 steps",
+        "0.18 × its limit (± 6 %)",
+        "not measured",
+    }
 
 
 def test_nobody_in_band_for_a_kl_that_went_past_it() -> None:
@@ -191,7 +197,7 @@ def test_a_limit_that_is_passed_before_the_band_is_entered_is_passed() -> None:
 def test_the_last_policy_is_judged_on_fresh_samples(fresh: float, noise: float, holds: bool | None) -> None:
     made = with_reading(1.0, 0.02, fresh=fresh, fresh_noise=noise)
     assert kept(made)["end"] is holds
-    assert check(made, "KL of hold at the end").found.startswith(f"{fresh:.2f} × (± {196 * noise:.0f} %)")
+    assert check(made, "KL of hold at the end").found.startswith(f"{fresh:.2f} × its limit (± {196 * noise:.0f} %)")
 
 
 @pytest.mark.parametrize(
@@ -334,3 +340,20 @@ def test_without_constants_the_gain_is_still_promised_first_with_the_way_to_meas
 )
 def test_intervals_read_well(interval: Interval, text: str) -> None:
     assert str(interval) == text
+
+
+@pytest.mark.parametrize("width", [80, 106, 160])
+def test_every_arm_and_what_it_did_can_be_read_in_a_terminal_of_any_width(width: int) -> None:
+    arms = {"static": (1.0, 0.95, 18.0), "exponential": (0.3, 0.5, 9.3), "hold_price": (0.05, 0.5, 9.3)}
+    said = judge(comparison(**arms))
+    console = Console(width=width, file=io.StringIO())
+    console.print(arms_table(said, width))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    for arm, verdict in said.arms.items():
+        assert any(arm in line and f"{said_of(said, arm).kl:.4f}" in line for line in lines), arm
+        assert any(arm in line and verdict in line for line in lines), verdict
+    assert not any("…" in line for line in lines)
+
+
+def said_of(said: Verdict, arm: str) -> Figures:
+    return next(f for f in said.figures if f.arm == arm)

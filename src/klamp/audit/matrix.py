@@ -196,12 +196,17 @@ def load_function(path: str) -> Loss:
     return found
 
 
-def render(findings: Iterable[Finding], title: str | None = None) -> Table:
+WIDE = 130
+"""Characters in a line that hold all columns of :func:`render`; fewer leave out all figures but the larger bias."""
+
+
+def render(findings: Iterable[Finding], title: str | None = None, width: int = WIDE) -> Table:
     """The findings as a table; accepted rows first.
 
     Args:
         findings: rows of the table.
         title: of the table.
+        width: of the terminal, in characters.
 
     Returns:
         A table for rich.
@@ -210,12 +215,14 @@ def render(findings: Iterable[Finding], title: str | None = None) -> Table:
 
     low, high = DRIFTS
     table = Table(title=title, title_justify="left", header_style="bold", show_edge=False, pad_edge=False)
-    table.add_column("term", no_wrap=True)
-    table.add_column("descends, on-policy")
-    for column in (f"bias at {low:g}", f"bias at {high:g}", "cos", "stale: bias", "cos", "std"):
+    table.add_column("term", no_wrap=width >= WIDE)
+    table.add_column("descends, on-policy", no_wrap=True)
+    columns = (f"bias at {low:g}", f"bias at {high:g}", "cos", "stale: bias", "cos", "std")
+    shown = slice(None) if width >= WIDE else slice(1, 2)
+    for column in columns[shown]:
         table.add_column(column, justify="right", no_wrap=True)
     for f in sorted(findings, key=lambda f: not f.accepted):
-        figures = (f.bias_on[0], f.bias_on[-1], f.cosine_on[-1], f.bias_off[-1], f.cosine_off[-1], f.std_on[-1])
+        figures = (f.bias_on[0], f.bias_on[-1], f.cosine_on[-1], f.bias_off[-1], f.cosine_off[-1], f.std_on[-1])[shown]
         mark = "" if f.accepted else "✗ "
         table.add_row(mark + f.name, f.descends_on, *(_figure(x) for x in figures), style=None if f.accepted else "dim")
     return table

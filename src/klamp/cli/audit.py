@@ -77,12 +77,14 @@ def _show(findings: list[Finding], *, whole: bool) -> None:
     from rich.text import Text
 
     from klamp.audit import render, verdict
-    from klamp.audit.matrix import LEGEND, REFUSED, stale
+    from klamp.audit.matrix import LEGEND, REFUSED, WIDE, stale
 
     piped = not sys.stdout.isatty()
     console = Console(width=140 if piped else None, highlight=False)
-    console.print(render(findings))
+    console.print(render(findings, width=console.width))
     console.print()
+    if console.width < WIDE:
+        console.print(f"A terminal of {WIDE} characters has all columns; so has a pipe.", style="dim")
     console.print(f"{LEGEND} {REFUSED}" if whole else LEGEND, style="dim", soft_wrap=piped)
     if not whole:
         said = verdict(findings[0])

@@ -39,7 +39,7 @@ def compare(
     said = verdict.judge(found)
     page = write_comparison(found, said)
     console = verdict.console()
-    console.print(verdict.arms_table(said))
+    console.print(verdict.arms_table(said, console.width))
     console.print(verdict.checks_table(said))
     console.print()
     console.print(said.sentence)

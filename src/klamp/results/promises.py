@@ -154,7 +154,7 @@ def _limit_at_the_end(comparison: Comparison, hold: Figures) -> Check:
     if len(found) < len(runs):
         return Check(what, "not measured in every run: they are of an earlier klamp, or not finished", None)
     highest, noise = max(found)
-    shown = f"{highest:.2f} × (± {196 * noise:.0f} %)"
+    shown = f"{highest:.2f} × its limit (± {196 * noise:.0f} %)"
     if highest <= OVER:
         return _held(what, shown, hold, holds=True)
     broken = any(kl / (1 + 1.96 * noise) > OVER for kl, noise in found)
@@ -164,7 +164,7 @@ def _limit_at_the_end(comparison: Comparison, hold: Figures) -> Check:
 def _limit_on_the_way(comparison: Comparison, hold: Figures) -> Check:
     what = f"KL of hold in every step at most {OVER} × its limit, beyond the noise of its reading"
     surely = hold.surely / LIMIT
-    shown = _shown(comparison, hold, lambda: f"{surely:.2f} × (highest reading {hold.highest:.2f} × target)")
+    shown = _shown(comparison, hold, lambda: f"{surely:.2f} × its limit (highest reading {hold.highest:.2f} × target)")
     return _held(what, shown, hold, holds=surely <= OVER)
 
 
@@ -189,9 +189,9 @@ def _in_band(comparison: Comparison, hold: Figures) -> Check:
 def _price_alone(comparison: Comparison, price: Figures) -> list[Check]:
     sparse = _no_signal(comparison.arms["hold-price"]) > 0.5
     most, kind = (SPARSE, " (sparse reward)") if sparse else (DENSE, "")
-    highest = _shown(comparison, price, lambda: f"{price.highest:.2f} ×")
+    highest = _shown(comparison, price, lambda: f"{price.highest:.2f} × target")
     level = price.kl / comparison.target
-    near = _shown(comparison, price, lambda: f"{level:.2f} ×")
+    near = _shown(comparison, price, lambda: f"{level:.2f} × target")
     within = f"hold-price within {share(BAND)} of the target in the mean of the second half"
     return [
         _held(f"highest KL of hold-price at most {most:g} × target{kind}", highest, price, holds=price.highest <= most),

@@ -53,7 +53,7 @@ def verdict(found: Figures, target: float, reference_perplexity: float) -> str:
     elif found.settled >= HELD and found.surely <= OVER * LIMIT:
         where = "holds the band"
     elif found.kl_end > 2 * target:
-        where = f"drifts off: KL ends at {found.kl_end / target:.2g} × target"
+        where = f"drifts off: KL of the last tenth {found.kl_end / target:.2g} × target"
     elif found.settled >= 0.75:
         where = "mostly in band"
     else:
@@ -243,22 +243,31 @@ def cells(row: Figures, verdict: str) -> tuple[str, ...]:
     )
 
 
-def arms_table(found: Verdict) -> Any:
-    """The table of arms."""
+WIDE = 106
+"""Characters in a line that hold all columns of the figures."""
+OPTIONAL = ("perplexity", "on ref", "entropy")
+"""Columns that a line of fewer leaves out."""
+
+
+def arms_table(found: Verdict, width: int = WIDE) -> Any:
+    """The figures of each arm for a terminal of that ``width``, and the verdicts below them."""
+    from rich.console import Group
     from rich.table import Table
 
+    shown = [i for i, name in enumerate(COLUMNS[:-1]) if width >= WIDE or name not in OPTIONAL]
     table = Table(
         title="second half of the run, in band pooled over seeds; max KL: highest reading; "
         f"end KL: on {FRESH} fresh samples after the last step, highest seed"
     )
-    for i, name in enumerate(COLUMNS):
-        table.add_column(
-            name, justify="left" if i in (0, len(COLUMNS) - 1) else "right", no_wrap=0 < i < len(COLUMNS) - 1
-        )
+    for i in shown:
+        table.add_column(COLUMNS[i], justify="right" if i else "left", no_wrap=True)
+    below = Table(show_header=False, box=None)
     for row in found.figures:
         label = f"{row.arm} ({found.oracle})" if row.arm == "oracle" else row.arm
-        table.add_row(label, *cells(row, found.arms[row.arm])[1:])
-    return table
+        figures = (label, *cells(row, "")[1:])
+        table.add_row(*(figures[i] for i in shown))
+        below.add_row(row.arm, found.arms[row.arm])
+    return Group(table, below)
 
 
 def checks_table(found: Verdict) -> Any:
