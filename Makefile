@@ -31,6 +31,7 @@ setup: $(STAMP)
 # torch goes first and alone: a package that drags it in unpinned would pull gigabytes of CUDA.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo 'installing torch and the other packages into $(VENV): 3 GB, a few minutes'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch numpy
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@

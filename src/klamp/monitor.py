@@ -57,7 +57,7 @@ class Limits:
     warmup: int = 50
     """Steps before ``not_learning`` is looked at: KL starts at 0."""
     spike: float = 5.0
-    """One step's KL, in medians of the window."""
+    """One step's KL, in medians of the window, where it is above the band."""
     disagreement: float = 0.5
     """Relative distance between the window's means of two estimators of the same KL."""
     sampler_gap: float = 0.01
@@ -303,8 +303,8 @@ class Monitor:
         return self._alarm("not_learning", step, low, mean > line / CLEAR, message, figures)
 
     def _spike(self, step: int, kl: float, usual: float) -> Alarm | None:
-        # While KL ramps up from 0 every step is many medians high; below where learning starts that is no news.
-        line = max(self.limits.spike * usual, self.limits.not_learning * (self.target or 0.0))
+        # While KL climbs from 0 to its target every step is many medians high.
+        line = max(self.limits.spike * usual, (1 + BAND) * (self.target or 0.0))
         message = f"KL jumped to {kl:.4g}, {kl / usual if usual > 0 else math.inf:.1f} times its median {usual:.4g}."
         return self._alarm(
             "spike", step, usual > 0 and kl > line, kl < CLEAR * line, message, {"kl": kl, "median": usual}

@@ -52,7 +52,7 @@ class Progress:
         self.bar: Any = None
         self.total: Any = None
         self.lines: Lines | None = None
-        self.steps = self.done_steps = 0
+        self.steps = self.done_steps = self.room = 0
         self.now: dict[int, str] = {}
         self.seen: dict[str, int] = {}
 
@@ -72,7 +72,10 @@ class Progress:
             yield
             self.lines = None
             return
-        columns = (TextColumn(title), BarColumn(24), MofNCompleteColumn(), TextColumn("{task.description}"))
+        # What the runs do gives way to the count and the times: each 7 wide, with 5 spaces between the columns.
+        bar = 24 if console.width >= 100 else 10
+        self.room = max(console.width - len(title) - bar - len(f"{steps}/{steps}") - 2 * 7 - 5, 0)
+        columns = (TextColumn(title), BarColumn(bar), MofNCompleteColumn(), TextColumn("{task.description}"))
         with Bar(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as self.bar:
             self.total = self.bar.add_task("starting", total=steps, completed=already)
             yield
@@ -86,9 +89,14 @@ class Progress:
         self.seen[label] = step
         self.done_steps += advance
         if self.bar is not None:
-            self.bar.update(self.total, advance=advance, description=" · ".join(self.now.values())[:60])
+            self.bar.update(self.total, advance=advance, description=self._doing())
         elif self.lines is not None:
             self.lines.update(self.done_steps, self.steps, self.now[worker].strip())
+
+    def _doing(self) -> str:
+        """What the runs under way do, as far as the line has room for it."""
+        text = " · ".join(self.now.values())
+        return text if len(text) <= self.room else text[: max(self.room - 1, 0)] + "…"
 
     def done(self, worker: int, label: str) -> None:
         """A worker finished its run."""

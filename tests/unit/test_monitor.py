@@ -71,7 +71,8 @@ def test_spike() -> None:
     (alarm,) = feed(monitor, [0.51])
     assert (alarm.kind, alarm.figures) == ("spike", {"kl": 0.51, "median": 0.1})
     assert feed(monitor, [0.1] * 5) == []
-    assert feed(Monitor(0.1, "token"), [0.001] * 20 + [0.02]) == [], "a ramp from 0 is no spike"
+    assert feed(Monitor(0.1, "token"), [0.001] * 20 + [0.11]) == [], "a climb to the target is no spike"
+    assert kinds(feed(Monitor(0.1, "token"), [0.001] * 20 + [0.13])) == ["spike"]
     assert kinds(feed(Monitor(), [0.001] * 20 + [0.02])) == ["spike"], "without a target there is no other scale"
     assert feed(Monitor(), [0.0] * 20 + [0.02]) == []
 

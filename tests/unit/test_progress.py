@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from klamp import progress
@@ -53,3 +55,20 @@ def test_a_bare_sweep_varies_the_price(monkeypatch: pytest.MonkeyPatch, capsys: 
     with pytest.raises(Seen, match=r"^\('seed=1,2',\)$"):
         main(["sweep", "--over", "seed=1,2"])
     refuse_fields([])
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_the_bar_of_a_narrow_terminal_keeps_its_count_and_times(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = Progress()
+    with shown.live("compare", 900):
+        for step in range(1, 21):
+            shown.step(step % 2, f"exponential seed {step % 2}", (step + 1) // 2, "KL 0.050")
+        shown.bar.refresh()
+    said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
+    last = [line for line in re.split(r"[\r\n]+", said) if "20/900" in line][-1]
+    assert len(last.rstrip()) <= columns
+    assert re.search(r"20/900 .*exponential.* \d:\d\d:\d\d (\d|-):(\d\d|--):(\d\d|--)$", last.rstrip()), last

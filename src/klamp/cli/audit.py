@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def audit(function: str | None = None, /, *, json: bool = False, worlds: int = 20, samplers: bool = False) -> None:
-    """Say what a KL term descends, by enumerating a small language model exactly.
+    """Show which divergence the gradient of a KL term descends, by enumerating a small language model exactly.
 
     Alone it prints the whole matrix of estimators and placements. With module:function it audits your own
     f(logp, ref_logp, old_logp, mask) -> loss; sums and means are both fine. It ends with a verdict: right, right

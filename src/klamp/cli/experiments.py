@@ -59,7 +59,7 @@ def sweep(
     engine: Literal["local", "ray"] = "local",
     jobs: int = 0,
 ) -> None:
-    """Train once for every value of one field, or every combination of several, and draw the reward-KL frontier.
+    """Train once for every value of one field, or every combination of several, and plot reward against KL.
 
     Without --config and --set: a constant beta, k1 in the advantage, held to step 0, no clamp. Without --over: five
     values of that beta, kl.beta=0.01:1:5:log.

@@ -22,11 +22,11 @@ DESCRIPTION = "Measure, price and steer the KL divergence of a language model in
 
 
 COMMANDS = {
-    "compare": ("experiments", "Run adaptive beside static and say what came of it, with a report."),
-    "sweep": ("experiments", "Train once for every value of a setting, and draw the reward-KL frontier."),
+    "compare": ("experiments", "Train with adaptive and constant prices side by side, and report what each did."),
+    "sweep": ("experiments", "Train once for every value of a setting, and plot reward against KL."),
     "train": ("train", "Train a language model with GRPO or PPO and hold its KL where you ask."),
     "measure": ("measure", "Say how far one model is from another, and on which tokens."),
-    "audit": ("audit", "Say what a KL term descends, by enumerating a small language model exactly."),
+    "audit": ("audit", "Show which divergence the gradient of a KL term descends, by exact enumeration."),
     "serve": ("serve", "Answer OpenAI clients with a model, or with the steps of a run."),
     "report": ("experiments", "Write the page of a run, a comparison or a sweep."),
 }

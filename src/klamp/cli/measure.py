@@ -7,7 +7,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
 
 from klamp.errors import ConfigError
 from klamp.progress import Lines
@@ -17,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def measure(
-    model: str | None = None,
-    other: str | None = None,
+    model: Annotated[str | None, tyro.conf.arg(metavar="[MODEL]")] = None,
+    other: Annotated[str | None, tyro.conf.arg(metavar="[REFERENCE]")] = None,
     /,
     *,
     policy: str | None = None,

@@ -123,7 +123,7 @@ class CompareConfig:
     prompts: str | None = None
     """JSONL or text file of prompts; the built-in models bring their own."""
     reward: tuple[str, ...] = ("vader",)
-    """vader, length:N, regex:PATTERN, model:NAME or your own module:function; several are added up."""
+    """vader, length:N, regex:PATTERN, match:COLUMN, model:NAME or your own module:function; several are added up."""
     steps: int | None = None
     """Steps of every run. None: 60 for the built-in models, 100 for others."""
     algorithm: Literal["grpo", "ppo"] = "grpo"

@@ -155,7 +155,7 @@ class AlgorithmConfig:
     clip: tuple[float, float] = (0.2, 0.2)
     """How far below and above 1 the ratio counts."""
     loss: Literal["ppo", "cispo"] = "ppo"
-    """ppo: a token beyond the clip has no gradient. cispo: its clipped ratio is a constant weight on ``log π``."""
+    """ppo: a token beyond the clip has no gradient. cispo: its clipped ratio is a constant weight on log π."""
     gamma: float = 1.0
     """PPO: discount."""
     lam: float = 0.95

@@ -36,12 +36,9 @@ USUAL_TARGET = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class KLConfig:
-    """How KL is measured, priced, steered and clamped.
+    """How KL is measured, priced, steered and clamped."""
 
-    ``target`` and ``per`` are two fields, and not one :class:`klamp.Target`, because flags and YAML give them one by
-    one; a target without its unit is refused, as a ``Target`` would refuse it.
-    """
-
+    # Two fields, and not one klamp.Target, because flags and YAML give them one by one.
     target: float | Literal["auto"] | None = "auto"
     """KL to hold, in nats per `per`, which must be given with it. auto: 0.05 per token. None: no target, beta stays
     where it is."""
@@ -70,7 +67,7 @@ class KLConfig:
     limit: float | None = None
     """KL the clamp holds on fresh samples, in nats per `per`. None: 1.1 times the target."""
     clamp_share: float = 1.0
-    """Share of the step's sequences on which KL is measured after the update."""
+    """The most of a step's sequences that KL is measured on after the update; a quarter of them usually suffices."""
     reference: str = "base"
     """base, model:NAME, step:N, adapter:FOLDER, lag:N, ema:DECAY or periodic:N."""
     reference_on_cpu: bool = False
