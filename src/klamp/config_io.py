@@ -182,11 +182,13 @@ def _mismatch(name: str, value: Any, kind: Any, where: str) -> ConfigError:
 
 
 def imported(what: str, path: str) -> Any:
-    """The function named ``path``, ``module:function``; modules of the working folder are found too.
+    """The function named ``path``, ``module:function`` or ``file.py:function``, in the working folder or installed.
 
     A ConfigError names ``what`` it was to be, the path and what is wrong with it.
     """
     module_name, _, function_name = path.partition(":")
+    if module_name.endswith(".py"):
+        module_name = ".".join(Path(module_name).with_suffix("").parts)
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)

@@ -204,11 +204,23 @@ def test_built_in_ones() -> None:
         ("length:many", "a number of words"),
         ("regex:(", "not a regular expression"),
         ("math:no_such", "has no function"),
+        ("my_rewards.short", "has no colon.* my_rewards:short"),
+        ("no/such.py:f", "no module 'no'"),
     ],
 )
 def test_a_name_that_means_nothing_is_refused_when_made(name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         Scorer(RewardConfig(functions=(name,)))
+
+
+def test_a_file_does_as_well_as_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "by_hand").mkdir()
+    (tmp_path / "by_hand" / "own_rewards.py").write_text(
+        "def short(prompts, completions):\n    return [-float(len(c)) for c in completions]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    scored = Scorer(RewardConfig(functions=("by_hand/own_rewards.py:short",)))(PROMPTS, COMPLETIONS, {})
+    assert scored.total.tolist() == [-8.0, -4.0, -3.0, -4.0]
 
 
 def test_a_reward_model(words_model: str, tmp_path: Path) -> None:

@@ -111,6 +111,9 @@ def resolve(name: str) -> RewardFunction:
         return partial(match, column=value or "answer")
     if kind == "model":
         return Classifier(value)
+    module, dot, function = name.rpartition(".")
+    if dot and not colon and module.replace(".", "").isidentifier() and function.isidentifier():
+        raise ConfigError(f"reward {name!r} has no colon. Your own function is module:function: {module}:{function}.")
     if not colon or not kind or not value:
         raise unknown(
             "reward", name, ("vader", "length:N", "regex:PATTERN", "match:COLUMN", "model:NAME", "module:function")
