@@ -104,7 +104,7 @@ def test_audit_of_a_function_in_the_working_folder(module: Path) -> None:
         (["my_module:broken"], "raised TypeError"),
         (["my_module:many"], "one number"),
         (["bad_module:f"], "SyntaxError"),
-        (["my_module.py:f"], "my_module"),
+        (["no_such_module_x.py:f"], "no_such_module_x"),
         (["my_module:f", "--worlds", "0"], "--worlds"),
     ],
 )
