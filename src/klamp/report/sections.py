@@ -49,6 +49,15 @@ HEADS = (
 )
 
 
+CAPTIONS = {
+    "in band": "In band is the share of steps within 20 % of the target.",
+    "max KL": "Max KL is the highest reading of the whole run, in targets.",
+    "end KL": f"End KL is that of the last policy on {FRESH} fresh samples, in targets.",
+    "on ref": "Perplexity is that on held-out text, and on samples of the reference.",
+}
+"""What a reader cannot guess from the name of a column."""
+
+
 @dataclass(frozen=True)
 class Row:
     """An arm in the table."""
@@ -68,6 +77,7 @@ class Table:
     heads: list[Head]
     rows: list[Row]
     several: bool
+    caption: str
 
 
 def table(view: View) -> Table:
@@ -80,7 +90,9 @@ def table(view: View) -> Table:
         height = STRIP_HEIGHT * min(len(arm.runs), STRIP_SEEDS)
         rows.append(Row(arm.name, arm.summary, own, arm.verdict, _strip(arm, view.target), height))
     heads = [HEADS[0], *(HEADS[i] for i in kept), HEADS[-1]]
-    return Table(heads, rows, any(a.figures.seeds > 1 for a in view.arms))
+    explained = (CAPTIONS[head.key] for head in heads if head.key in CAPTIONS)
+    caption = " ".join(["Means over the second half of the run.", *explained])
+    return Table(heads, rows, any(a.figures.seeds > 1 for a in view.arms), caption)
 
 
 def _strip(arm: Arm, target: float | None) -> list[dict[str, Any]]:
