@@ -328,7 +328,8 @@ def show(rows: Sequence[Row]) -> None:
     known = {row["model"]: row for row in rows if "price" in row}
     for model, made in known.items():
         words = {name: (made["words"][name], round(made["shares"][name], 4)) for name in made["words"]}
-        console.print(f"{model}: {made['length']:.1f} tokens, computed price {made['price'] / UNIT:.3f}, sparse words {words}")
+        computed = f"computed price {made['price'] / UNIT:.3f} per spread"
+        console.print(f"{model}: {made['length']:.1f} tokens, {computed}, sparse words {words}")
     runs = [row for row in rows if "arm" in row]
     for half, names in many_rewards.HALVES.items():
         of_half = [r for r in runs if r["reward_name"] in names]
