@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shlex
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from torch import Tensor
 
 import klamp
 from klamp.cli import main
@@ -82,6 +85,22 @@ def test_audit_prints_a_table_with_every_row(capsys: pytest.CaptureFixture[str])
         assert name in out
     assert "bias at 0.47" in out
     assert "refused by klamp.check and the trainer" in out  # placements are functions of any KL and refuse none
+
+
+@pytest.mark.parametrize("width", [80, 130])
+def test_the_audit_of_a_narrow_terminal_says_what_each_term_descends(width: int) -> None:
+    def loss(logp: Tensor, ref_logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:
+        return ((logp - ref_logp) * mask).sum()
+
+    findings = [klamp.audit.audit_function(loss, name="my_term", seeds=range(1))]
+    console = Console(width=width, file=io.StringIO())
+    console.print(klamp.audit.render(findings, width=width))
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert findings[0].descends_on in said
+    assert "my_term" in said
+    assert "bias at 0.47" in said
+    assert ("stale: bias" in said) is (width == 130)
+    assert "…" not in said
 
 
 @pytest.mark.slow

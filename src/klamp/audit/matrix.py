@@ -222,9 +222,9 @@ def render(findings: Iterable[Finding], title: str | None = None, width: int = W
     for column in columns[shown]:
         table.add_column(column, justify="right", no_wrap=True)
     for f in sorted(findings, key=lambda f: not f.accepted):
-        figures = (f.bias_on[0], f.bias_on[-1], f.cosine_on[-1], f.bias_off[-1], f.cosine_off[-1], f.std_on[-1])[shown]
-        mark = "" if f.accepted else "✗ "
-        table.add_row(mark + f.name, f.descends_on, *(_figure(x) for x in figures), style=None if f.accepted else "dim")
+        figures = [f.bias_on[0], f.bias_on[-1], f.cosine_on[-1], f.bias_off[-1], f.cosine_off[-1], f.std_on[-1]]
+        row = ("" if f.accepted else "✗ ") + f.name, f.descends_on, *(_figure(x) for x in figures[shown])
+        table.add_row(*row, style=None if f.accepted else "dim")
     return table
 
 
