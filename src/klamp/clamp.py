@@ -143,7 +143,7 @@ def _search(
     floor: float,
 ) -> Clamped:
     """The rounds of :func:`clamp`: the square-root rule first, secants after, the best known scale at the end."""
-    aim, origin = limit * (1 - _SLACK / 2), max(origin_kl, floor)
+    aim, origin = limit * (1 - _SLACK / 2), origin_kl or floor
     low, high = (0.0, origin), (1.0, before)  # (scale, kl) known to be under and over the limit
     total, kl, used = 1.0, before, 0
     guess = scale_for(before, aim, origin_kl=origin)
@@ -161,7 +161,7 @@ def _search(
         scale(low[0] / total)
         total, kl = low
     effort = -math.log(max(total, 1e-12))
-    if origin > floor:
+    if origin_kl > floor:
         effort = _nearer(before - floor, (kl if math.isfinite(kl) else aim) - floor)
     return Clamped(before, kl, total, effort, used, held=kl <= limit)
 

@@ -181,14 +181,25 @@ def _mismatch(name: str, value: Any, kind: Any, where: str) -> ConfigError:
     return ConfigError(f"{where}: {name} must be {wanted}, got {shown(value)} ({type(value).__name__}).")
 
 
+def _module_of(what: str, path: str, file: str) -> str:
+    """The module of a ``file`` below the working folder."""
+    parts = Path(file.removesuffix(".py")).parts
+    if not all(part.isidentifier() for part in parts):
+        raise ConfigError(
+            f"{what} {path!r}: {file} is no file that can be imported from here. Go to its folder and write "
+            "name.py:function, with a name of letters, digits and underscores."
+        )
+    return ".".join(parts)
+
+
 def imported(what: str, path: str) -> Any:
     """The function named ``path``, ``module:function`` or ``file.py:function``, in the working folder or installed.
 
     A ConfigError names ``what`` it was to be, the path and what is wrong with it.
     """
-    module_name, _, function_name = path.partition(":")
+    module_name, _, function_name = path.rpartition(":")
     if module_name.endswith(".py"):
-        module_name = ".".join(Path(module_name).with_suffix("").parts)
+        module_name = _module_of(what, path, module_name)
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)

@@ -347,7 +347,8 @@ class Control:
                 "with clamp=None."
             )
         own = measure() if own is None else own
-        limit, origin, floor = self._own_limit(own), origin_kl or 0.0, self.state.floor
+        limit, floor = self._own_limit(own), self.state.floor
+        origin = 0.0 if origin_kl is None or not math.isfinite(origin_kl) else origin_kl
         if origin_kl is None:  # what rounding alone reads cannot be scaled away
             limit = max(limit, ROUNDING * floor)
         if origin >= limit:

@@ -40,6 +40,11 @@ class Lines:
         print(", ".join([*parts, *([text] if text else [])]), file=sys.stderr, flush=True)
 
 
+def fitted(text: str, room: int) -> str:
+    """As much of ``text`` as fits."""
+    return text if len(text) <= room else text[: max(room - 1, 0)] + "…"
+
+
 def left(seconds: float) -> str:
     """``40 s left`` or ``3 min left``."""
     return f"{seconds:.0f} s left" if seconds < 120 else f"{seconds / 60:.0f} min left"
@@ -95,8 +100,7 @@ class Progress:
 
     def _doing(self) -> str:
         """What the runs under way do, as far as the line has room for it."""
-        text = " · ".join(self.now.values())
-        return text if len(text) <= self.room else text[: max(self.room - 1, 0)] + "…"
+        return fitted(" · ".join(self.now.values()), self.room)
 
     def done(self, worker: int, label: str) -> None:
         """A worker finished its run."""
@@ -115,6 +119,7 @@ class Display:
         self.terminal = sys.stderr.isatty() and not quiet
         self.progress: Any = None
         self.task: Any = None
+        self.room = 0
         self.begun = time.monotonic()
         self.first: int | None = None
         self.recent: deque[float] = deque(maxlen=RECENT)
@@ -132,8 +137,11 @@ class Display:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = (MofNCompleteColumn(), BarColumn(20), TextColumn("{task.description}"), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True)) as self.progress:
+        console = Console(stderr=True)
+        bar = [BarColumn(20)] if console.width >= 110 else []
+        self.room = console.width - 21 * len(bar) - len(f"{self.steps}/{self.steps}") - 7 - 2
+        columns = (MofNCompleteColumn(), *bar, TextColumn("{task.description}"), TimeRemainingColumn())
+        with Progress(*columns, console=console) as self.progress:
             self.task = self.progress.add_task("starting", total=self.steps, completed=done)
             yield
 
@@ -151,7 +159,7 @@ class Display:
         text = summary(metrics, self.recent)
         self.recent.append(metrics["kl/steered"])
         if self.progress is not None:
-            self.progress.update(self.task, completed=step, description=text)
+            self.progress.update(self.task, completed=step, description=fitted(text, self.room))
         else:
             remaining = self._left(step)
             print(f"step {step}/{self.steps}  {text}  {remaining}", file=sys.stderr, flush=True)

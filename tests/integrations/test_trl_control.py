@@ -187,6 +187,22 @@ def test_a_whole_group_has_a_signal_where_its_advantages_differ(scale: str) -> N
     assert shares(scale, [on_paper, graded]) == [False, True], "and sums that are equal on paper"
 
 
+def test_a_completion_without_a_reward_makes_no_signal_of_the_rounding_of_the_others() -> None:
+    """TRL gives it an advantage of exactly 0, and the others that of their mean's rounding."""
+    assert shares("group", [[0.0024, 0.0024, 0.0, 0.0024], [0.5, 0.0, 0.0, -0.5], [0.0] * 4]) == [False, True, False]
+
+
+def test_advantages_of_tokens_show_a_signal_by_their_size() -> None:
+    inputs = {
+        "prompt_ids": torch.tensor([[1]] * 4 + [[2]] * 4),
+        "prompt_mask": torch.ones(8, 1),
+        "completion_mask": torch.ones(8, 3),
+        "advantages": torch.cat([torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0]]), torch.zeros(4, 3)]),
+    }
+    [told] = with_signal(alone("group", 4), [inputs])
+    assert told.tolist() == [True] * 4 + [False] * 4
+
+
 def test_of_a_group_that_is_here_in_part_an_advantage_beyond_rounding_shows_a_signal() -> None:
     groups = [[0.009] * 4, [0.5, 0.5, -0.5, -0.5]]
     assert shares("group", groups, seen=2) == [False, True]

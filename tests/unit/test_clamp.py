@@ -127,6 +127,15 @@ def test_rounding_is_no_part_of_the_distance_that_the_effort_is_of(floor: float)
     assert undone.effort == pytest.approx(math.log(0.2 / (0.05 + 0.15 * line.at)))
 
 
+def test_a_step_that_began_below_the_floor_is_scaled_as_from_where_it_began() -> None:
+    line = Line(lambda x: 0.0020 + 0.0010 * x)  # readings near the floor of bfloat16
+    result = clamp(line.measure, line.scale, 0.00217, origin_kl=0.0020, floor=0.0022)
+    assert result.held
+    assert 0.1 < line.at < 0.2
+    assert result.effort == pytest.approx(-math.log(line.at))
+    assert clamp(lambda: 0.002, lambda s: None, 0.0015, origin_kl=0.001, floor=0.002).scale > 0
+
+
 def test_a_step_that_was_scaled_and_cannot_be_measured_again_has_the_effort_it_was_scaled_for() -> None:
     readings = iter([1.0, math.nan])
     result = clamp(lambda: next(readings), lambda s: None, 0.1, origin_kl=0.05)

@@ -87,20 +87,21 @@ def test_audit_prints_a_table_with_every_row(capsys: pytest.CaptureFixture[str])
     assert "refused by klamp.check and the trainer" in out  # placements are functions of any KL and refuse none
 
 
-@pytest.mark.parametrize("width", [80, 130])
+@pytest.mark.parametrize("width", [80, klamp.audit.matrix.WIDE - 1, klamp.audit.matrix.WIDE])
 def test_the_audit_of_a_narrow_terminal_says_what_each_term_descends(width: int) -> None:
     def loss(logp: Tensor, ref_logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:
         return ((logp - ref_logp) * mask).sum()
 
-    findings = [klamp.audit.audit_function(loss, name="my_term", seeds=range(1))]
+    long = "a_function_of_ones_own_whose_name_is_longer_than_any_of_klamps_terms"
+    findings = [*klamp.audit.audit_matrix(range(1)), klamp.audit.audit_function(loss, name=long, seeds=range(1))]
     console = Console(width=width, file=io.StringIO())
     console.print(klamp.audit.render(findings, width=width))
     said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert findings[0].descends_on in said
-    assert "my_term" in said
+    assert all(f.descends_on in said for f in findings)
     assert "bias at 0.47" in said
-    assert ("stale: bias" in said) is (width == 130)
+    assert ("stale: bias" in said) is (width == klamp.audit.matrix.WIDE)
     assert "…" not in said
+    assert all(len(line) <= width for line in said.splitlines())
 
 
 @pytest.mark.slow

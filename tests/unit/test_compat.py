@@ -73,6 +73,7 @@ def test_a_price_can_be_set_on_every_front_and_on_hold() -> None:
             controller.value = -1
     with pytest.raises(ConfigError, match=r"value must be > 0, got 0.*use Fixed\(0.0\)"):
         hold.value = 0.0
+    hold.value = 1e-310
     hold.update(0.1, 8)
     klamp.State.from_dict(hold.state_dict())
     fixed.value = 0.0

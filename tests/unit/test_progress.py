@@ -58,6 +58,24 @@ def test_a_bare_sweep_varies_the_price(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
+def test_the_line_of_a_run_keeps_its_count_and_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True)
+    shown = progress.Display(60)
+    with shown.live(0):
+        figures = {"kl/steered": 0.0467, "kl/beta": 0.722, "reward/mean": 0.351, "time/tokens_per_second": 2174.0}
+        shown.step(40, {**figures, "kl/target": 0.05}, [])
+        shown.progress.refresh()
+    said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
+    last = [line for line in re.split(r"[\r\n]+", said) if "40/60" in line][-1].rstrip()
+    assert len(last) <= columns
+    assert re.search(r"40/60 .*reward 0\.351  KL 0\.0467 of 0\.05 .* (\d|-):(\d\d|--):(\d\d|--)$", last), last
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
 def test_the_bar_of_a_narrow_terminal_keeps_its_count_and_times(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int
 ) -> None:

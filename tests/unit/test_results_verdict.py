@@ -14,8 +14,8 @@ from rich.console import Console
 
 from klamp.results.promises import Check, _no_higher, gain_of
 from klamp.results.records import Record, Series
-from klamp.results.statistics import Comparison, Figures, Interval
-from klamp.results.verdict import Verdict, arms_table, judge
+from klamp.results.statistics import Comparison, Interval
+from klamp.results.verdict import arms_table, judge
 
 TARGET, LIMIT = 0.05, 0.055
 
@@ -342,18 +342,19 @@ def test_intervals_read_well(interval: Interval, text: str) -> None:
     assert str(interval) == text
 
 
-@pytest.mark.parametrize("width", [80, 106, 160])
+@pytest.mark.parametrize("width", [80, 90, 100, 106, 116, 160])
 def test_every_arm_and_what_it_did_can_be_read_in_a_terminal_of_any_width(width: int) -> None:
-    arms = {"static": (1.0, 0.95, 18.0), "exponential": (0.3, 0.5, 9.3), "hold_price": (0.05, 0.5, 9.3)}
-    said = judge(comparison(**arms))
+    arms = {"static": (2.65, 12.95, 1874.0), "exponential": (0.3, 0.5, 9.3), "hold_price": (0.05, 0.5, 9.3)}
+    constants = {"beta=0.0743": [run(0.051, 0.5, 9.3, seed) for seed in range(3)]}
+    said = judge(replace(comparison(**arms), constants=constants, oracle="beta=0.0743"))
     console = Console(width=width, file=io.StringIO())
     console.print(arms_table(said, width))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    for arm, verdict in said.arms.items():
-        assert any(arm in line and f"{said_of(said, arm).kl:.4f}" in line for line in lines), arm
-        assert any(arm in line and verdict in line for line in lines), verdict
+    for row in said.figures:
+        figures = (f"{row.reward:.3f}", f"{row.kl:.4f}", f"{row.fresh:.2f} ×", f"{row.beta:.3g}")
+        assert any(row.arm in line and all(f in line for f in figures) for line in lines), row.arm
+        verdict = said.arms[row.arm].split(";")[0]
+        assert any(line.split()[:1] == [row.arm] and verdict in line for line in lines), verdict
     assert not any("…" in line for line in lines)
-
-
-def said_of(said: Verdict, arm: str) -> Figures:
-    return next(f for f in said.figures if f.arm == arm)
+    assert "beta=0.0743" in "".join(lines)
+    assert any("entropy" in line for line in lines) is (width >= 106), "what there is room for is shown"

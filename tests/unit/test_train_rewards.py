@@ -205,12 +205,22 @@ def test_built_in_ones() -> None:
         ("regex:(", "not a regular expression"),
         ("math:no_such", "has no function"),
         ("my_rewards.short", "has no colon.* my_rewards:short"),
+        ("my_rewards.py", r"as my_rewards\.py:function"),
         ("no/such.py:f", "no module 'no'"),
+        ("/somewhere/own.py:f", "/somewhere/own.py is no file that can be imported from here"),
+        ("../own.py:f", "is no file that can be imported from here"),
+        ("v1.2/own.py:f", "is no file that can be imported from here"),
+        ("C:\\own.py:f", "is no file that can be imported from here"),
     ],
 )
 def test_a_name_that_means_nothing_is_refused_when_made(name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         Scorer(RewardConfig(functions=(name,)))
+
+
+def test_no_reward_function_at_all_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no reward function"):
+        Scorer(RewardConfig(), [])(PROMPTS, COMPLETIONS, {})
 
 
 def test_a_file_does_as_well_as_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

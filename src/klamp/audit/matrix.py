@@ -181,10 +181,10 @@ def audit_function(loss: Loss, *, name: str | None = None, seeds: Iterable[int] 
 
 
 def load_function(path: str) -> Loss:
-    """The function named ``module:function``; modules of the working folder are found too.
+    """The function named ``module:function`` or ``file.py:function``; the working folder is searched first.
 
     Args:
-        path: ``module:function``.
+        path: its name.
 
     Returns:
         The function.
@@ -196,7 +196,7 @@ def load_function(path: str) -> Loss:
     return found
 
 
-WIDE = 130
+WIDE = 140
 """Characters in a line that hold all columns of :func:`render`; fewer leave out all figures but the larger bias."""
 
 
@@ -215,7 +215,7 @@ def render(findings: Iterable[Finding], title: str | None = None, width: int = W
 
     low, high = DRIFTS
     table = Table(title=title, title_justify="left", header_style="bold", show_edge=False, pad_edge=False)
-    table.add_column("term", no_wrap=width >= WIDE)
+    table.add_column("term", overflow="fold")
     table.add_column("descends, on-policy", no_wrap=True)
     columns = (f"bias at {low:g}", f"bias at {high:g}", "cos", "stale: bias", "cos", "std")
     shown = slice(None) if width >= WIDE else slice(1, 2)

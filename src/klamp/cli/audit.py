@@ -21,7 +21,7 @@ def audit(function: str | None = None, /, *, json: bool = False, worlds: int = 2
     token by token, wrong direction, no pull or no KL, and what to use instead.
 
     Args:
-        function: Your loss, written module:function. Modules of the working folder are found.
+        function: Your loss, written module:function or file.py:function, in the working folder or installed.
         json: Print JSON for programs instead of a table.
         worlds: How many random models the medians are taken over.
         samplers: What an update on another sampler's tokens descends, with each correction of algorithm.correction.

@@ -26,8 +26,8 @@ from klamp.masked import Unit
 
 PRESETS = {"conservative": 0.02, "moderate": 0.08, "aggressive": 0.15}  # nats per token, inside the usual bands
 DOUBT = 2.0  # how far a computed price may be wrong: rho's floor is half of it, and a quarter for sparse rewards
-BATCH = 48.0  # with so many sequences an update, gradient noise makes half of the target KL at the computed price
-CEILING = 10.0  # the highest rho over the computed one: the reward is a tenth of the gradient, and Adam normalises it
+BATCH = 48.0  # at the computed price the gradient noise of n sequences an update makes BATCH / n of the target KL
+CEILING = 10.0  # the highest rho over the computed one, half for sparse rewards: the reward is a tenth of the gradient
 TRUST = 4.0  # odds that an error is the rate's and not the price's, if the price was computed; if given, 1 / TRUST
 FIRST_RATE = 1 / 15  # 15 steps from the reference to the target: runs take 3 to 80, and this is their geometric mean
 RATES = math.log(1 / 400), math.log(1 / 2)  # bounds of log rate: from 400 steps to the target, a run's length, to 2
@@ -35,7 +35,7 @@ LEAST = 1e-3  # the least x: a KL below a millionth of its target counts as zero
 SMOOTHING = 0.28  # weight of the newest step in the pace: delays of 1 to 5 steps and Adam's ten, met in the middle
 DRIFT, NOISE = 0.1, 0.07  # relative change of rho* in a step; relative error of a reading of x, unless it is larger
 FASTEST = 0.3  # the largest bandwidth: a faster observer follows the swings that momentum makes, and amplifies them
-SURPRISE = 0.3  # the largest error of log x that one high reading shows: a given price doubles at most
+SURPRISE = 0.3  # the largest error of log x that one high reading shows, however high it is: one alone says little
 CALM = 0.02  # a computed rho falls by 2 % a step at most, and rises by 4 %: enough for drift, too slow for swings
 PATIENCE = 24.0  # steps to the target beyond which a given price is pushed
 BOLDEST = 6.0  # the highest power of x in the price; a given price is lowered to rho* / BOLDEST at most

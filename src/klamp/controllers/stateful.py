@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from klamp.controllers.base import Controller, State, nats, observed, own_state
+from klamp.controllers.base import LARGEST, SMALLEST, Controller, State, clip, nats, observed, own_state
 from klamp.controllers.classic import Exponential, Fixed, Ziegler
 from klamp.controllers.hold import HoldState
 from klamp.errors import ConfigError, require_number
@@ -41,7 +41,7 @@ class Stateful:
         name = f"{type(self).__name__}.value"
         if isinstance(self.state, HoldState):
             way_out = "Hold keeps its logarithm; to switch the penalty off use Fixed(0.0)."
-            number = require_number(name, beta, above=0, way_out=way_out)
+            number = clip(require_number(name, beta, above=0, way_out=way_out), SMALLEST, LARGEST)
         else:
             number = require_number(name, beta, at_least=0, way_out="A price is never negative; 0 only measures.")
         self.state = replace(self.state, beta=number)

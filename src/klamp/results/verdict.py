@@ -243,30 +243,32 @@ def cells(row: Figures, verdict: str) -> tuple[str, ...]:
     )
 
 
-WIDE = 106
-"""Characters in a line that hold all columns of the figures."""
-OPTIONAL = ("perplexity", "on ref", "entropy")
-"""Columns that a line of fewer leaves out."""
+OPTIONAL = ("entropy", "on ref", "perplexity", "max KL")
+"""Columns that a terminal without room for all of them does without, the first of them first."""
 
 
-def arms_table(found: Verdict, width: int = WIDE) -> Any:
+def arms_table(found: Verdict, width: int = 160) -> Any:
     """The figures of each arm for a terminal of that ``width``, and the verdicts below them."""
     from rich.console import Group
     from rich.table import Table
 
-    shown = [i for i, name in enumerate(COLUMNS[:-1]) if width >= WIDE or name not in OPTIONAL]
+    rows = [cells(row, "")[:-1] for row in found.figures]
+    needs = [max(map(len, column)) + 3 for column in zip(COLUMNS[:-1], *rows, strict=True)]
+    shown = list(range(len(needs)))
+    for name in OPTIONAL:
+        if 1 + sum(needs[i] for i in shown) > width:
+            shown.remove(COLUMNS.index(name))
     table = Table(
         title="second half of the run, in band pooled over seeds; max KL: highest reading; "
         f"end KL: on {FRESH} fresh samples after the last step, highest seed"
     )
     for i in shown:
-        table.add_column(COLUMNS[i], justify="right" if i else "left", no_wrap=True)
+        table.add_column(COLUMNS[i], justify="right" if i else "left", overflow="fold")
     below = Table(show_header=False, box=None)
-    for row in found.figures:
-        label = f"{row.arm} ({found.oracle})" if row.arm == "oracle" else row.arm
-        figures = (label, *cells(row, "")[1:])
+    for row, figures in zip(found.figures, rows, strict=True):
         table.add_row(*(figures[i] for i in shown))
-        below.add_row(row.arm, found.arms[row.arm])
+        known = f" ({found.oracle})" if row.arm == "oracle" else ""
+        below.add_row(row.arm, found.arms[row.arm] + known)
     return Group(table, below)
 
 

@@ -113,7 +113,8 @@ def resolve(name: str) -> RewardFunction:
         return Classifier(value)
     module, dot, function = name.rpartition(".")
     if dot and not colon and module.replace(".", "").isidentifier() and function.isidentifier():
-        raise ConfigError(f"reward {name!r} has no colon. Your own function is module:function: {module}:{function}.")
+        meant = f"{name}:function" if function == "py" else f"{module}:{function}"
+        raise ConfigError(f"reward {name!r} has no colon. Write your own function as {meant}.")
     if not colon or not kind or not value:
         raise unknown(
             "reward", name, ("vader", "length:N", "regex:PATTERN", "match:COLUMN", "model:NAME", "module:function")
@@ -160,6 +161,8 @@ class Scorer:
             valid &= good
             parts[name] = torch.where(good, torch.tensor(values, dtype=torch.float64), 0.0)
         # Rounded once, so that sums that are equal on paper are equal.
+        if not parts:
+            raise ConfigError("there is no reward function. Pass at least one.")
         weighted = [weight * part for weight, part in zip(self.weights, parts.values(), strict=True)]
         total = torch.stack(weighted).sum(0).float()
         over = (valid & ~torch.isfinite(total)).nonzero().flatten().tolist()

@@ -63,8 +63,9 @@ def with_signal(trainer: Trainer, batches: Sequence[Inputs]) -> list[Tensor]:
     """[B] of each micro-batch, True for completions with counted tokens in groups whose rewards differ.
 
     TRL shuffles groups over a step's micro-batches, and the prompt tells which are one. Those of which all completions
-    are here have a signal if their advantages differ. Of others, and where there are images, which the prompt does not
-    name, a completion shows it by an advantage beyond rounding.
+    are here have a signal if their advantages differ; TRL gives 0 to a completion without a reward. Of others, and
+    where there are images, which the prompt does not name, or advantages of tokens, a completion shows it by an
+    advantage beyond rounding.
     """
     advantages = [_advantage(inputs) for inputs in batches]
     trained = [counted(inputs).any(1) for inputs in batches]
@@ -76,12 +77,16 @@ def with_signal(trainer: Trainer, batches: Sequence[Inputs]) -> list[Tensor]:
     for names, found in zip(prompts, advantages, strict=True):
         for name, advantage in zip(names, found.tolist(), strict=True):
             groups.setdefault(name, []).append(advantage)
-    whole, tied = trainer.num_generations, min(least, TIED) if _divides(trainer) else least
-    told = {
-        name
-        for name, each in groups.items()
-        if (max(each) - min(each) > tied if len(each) == whole else max(map(abs, each)) > least)
-    }
+    whole = trainer.num_generations if all(inputs["advantages"].dim() == 1 for inputs in batches) else 0
+    tied = min(least, TIED) if _divides(trainer) else least
+
+    def differ(group: list[float]) -> bool:
+        if len(group) != whole:
+            return max(map(abs, group)) > least
+        rewarded = [advantage for advantage in group if advantage]
+        return bool(rewarded) and max(rewarded) - min(rewarded) > tied
+
+    told = {name for name, group in groups.items() if differ(group)}
     return [
         each & torch.tensor([name in told for name in names], device=each.device)
         for each, names in zip(trained, prompts, strict=True)
