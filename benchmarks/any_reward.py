@@ -40,8 +40,9 @@ import many_rewards
 CONSTANTS = Path(__file__).with_name("any_reward_constants.jsonl.gz")
 HELD = Path(__file__).with_name("any_reward_hold.jsonl.gz")
 """Runs of Hold as it is, those of docs/results.md."""
-CALIBRATED = ("kl.per", "kl.limit", "rollout.", "model", "seed", "run")
-"""Settings that would need a calibration of their own, or other figures."""
+CALIBRATED = ("kl.per", "kl.limit", "model", "seed", "run")
+"""Settings that would need a calibration of their own, or other figures; constant prices need one for ``rollout.``, too.
+"""
 TARGET, LIMIT = 0.05, 1.1
 GROUP = 8
 FRESH = 256
@@ -258,12 +259,12 @@ def fresh(trainer: Any) -> list[float]:
     from klamp.experiments.job_process import token_kl
 
     each, counts = [], []
-    per = trainer.config.rollout.prompts
-    for i in range(max(1, FRESH // (per * GROUP))):
+    per, group = trainer.config.rollout.prompts, trainer.config.rollout.group_size
+    for i in range(max(1, FRESH // (per * group))):
         rollout = trainer.sample(10_000 + i)
         kl, mask = token_kl(trainer, rollout), rollout.mask.cpu()
-        each += (kl * mask).sum(1).view(per, GROUP).sum(1).tolist()
-        counts += mask.sum(1).view(per, GROUP).sum(1).tolist()
+        each += (kl * mask).sum(1).view(per, group).sum(1).tolist()
+        counts += mask.sum(1).view(per, group).sum(1).tolist()
     mean = sum(each) / sum(counts)
     errors = [(k - mean * c) ** 2 for k, c in zip(each, counts, strict=True)]
     return [mean, (sum(errors) * len(each) / max(len(each) - 1, 1)) ** 0.5 / sum(counts)]
@@ -396,7 +397,8 @@ def main() -> None:
         return
     if given.rewards:
         given.half = list(many_rewards.HALVES)
-    if fixed := [pair for pair in given.set if pair.startswith(CALIBRATED)]:
+    needs = (*CALIBRATED, *([] if all(arm.startswith("hold") for arm in given.arms) else ["rollout."]))
+    if fixed := [pair for pair in given.set if pair.startswith(needs)]:
         parser.error(f"--set {' '.join(fixed)}: prices and figures are those of a target per token and these rollouts")
     if not given.show:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
