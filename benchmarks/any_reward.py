@@ -41,8 +41,7 @@ CONSTANTS = Path(__file__).with_name("any_reward_constants.jsonl.gz")
 HELD = Path(__file__).with_name("any_reward_hold.jsonl.gz")
 """Runs of Hold as it is, those of docs/results.md."""
 CALIBRATED = ("kl.per", "kl.limit", "model", "seed", "run")
-"""Settings that would need a calibration of their own, or other figures; constant prices need one for ``rollout.``, too.
-"""
+"""Settings that would need a calibration of their own, or other figures. So do constant prices with ``rollout.``."""
 TARGET, LIMIT = 0.05, 1.1
 GROUP = 8
 FRESH = 256
