@@ -57,6 +57,12 @@ def test_a_bare_sweep_varies_the_price(monkeypatch: pytest.MonkeyPatch, capsys: 
     refuse_fields([])
 
 
+def last_line(said: str, count: str) -> str:
+    """The last state of a bar that stands at ``count``, without colours."""
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said)
+    return [line for line in re.split(r"[\r\n]+", plain) if count in line][-1].rstrip()
+
+
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_the_line_of_a_run_keeps_its_count_and_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int
@@ -69,8 +75,7 @@ def test_the_line_of_a_run_keeps_its_count_and_time(
         figures = {"kl/steered": 0.0467, "kl/beta": 0.722, "reward/mean": 0.351, "time/tokens_per_second": 2174.0}
         shown.step(40, {**figures, "kl/target": 0.05}, [])
         shown.progress.refresh()
-    said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
-    last = [line for line in re.split(r"[\r\n]+", said) if "40/60" in line][-1].rstrip()
+    last = last_line(capsys.readouterr().err, "40/60")
     assert len(last) <= columns
     assert re.search(r"40/60 .*reward 0\.351  KL 0\.0467 of 0\.05 .* (\d|-):(\d\d|--):(\d\d|--)$", last), last
 
@@ -86,7 +91,6 @@ def test_the_bar_of_a_narrow_terminal_keeps_its_count_and_times(
         for step in range(1, 21):
             shown.step(step % 2, f"exponential seed {step % 2}", (step + 1) // 2, "KL 0.050")
         shown.bar.refresh()
-    said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
-    last = [line for line in re.split(r"[\r\n]+", said) if "20/900" in line][-1]
-    assert len(last.rstrip()) <= columns
-    assert re.search(r"20/900 .*exponential.* \d:\d\d:\d\d (\d|-):(\d\d|--):(\d\d|--)$", last.rstrip()), last
+    last = last_line(capsys.readouterr().err, "20/900")
+    assert len(last) <= columns
+    assert re.search(r"20/900 .*exponential.* \d:\d\d:\d\d (\d|-):(\d\d|--):(\d\d|--)$", last), last
