@@ -335,6 +335,10 @@ def show(rows: Sequence[Row]) -> None:
         of_half = [r for r in runs if r["reward_name"] in names]
         for model, rate, settings in sorted({_group(r) for r in of_half}):
             here = [r for r in of_half if _group(r) == (model, rate, settings)]
+            if settings.startswith("kl.beta="):  # a first price is nothing to a constant
+                shown = {r["reward_name"] for r in here}
+                usual = [r for r in of_half if _group(r) == (model, rate, "") and r["reward_name"] in shown]
+                here += [r for r in usual if r["arm"].startswith("x ")]
             title = f"{model}, {half}, {('usual', 'low')[rate]} learning rate"
             console.print(table(", ".join(filter(None, (title, settings))), here, known[model]))
 
