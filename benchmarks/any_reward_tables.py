@@ -71,7 +71,7 @@ def usual_spread(spread: Sequence[float], signal: Sequence[float]) -> list[float
     square, found = 0.0, []
     for n, (value, share) in enumerate(zip(spread, signal, strict=True), 1):
         if value:
-            square += (max(SMOOTHING, 1 / n) if square else 1.0) * (value * value / share - square)
+            square += (max(SMOOTHING * share, 1 / n) if square else 1.0) * (value * value / share - square)
         found.append(math.sqrt(square) or 1.0)
     return found
 

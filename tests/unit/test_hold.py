@@ -450,6 +450,26 @@ def test_the_unit_is_the_spread_of_those_groups_that_show_a_signal() -> None:
     assert few.unit == pytest.approx(0.9)
 
 
+def test_one_group_among_silent_ones_says_little_of_the_usual_unit() -> None:
+    """Advantages that are not normalised: one of 32 groups shows a signal, ten times as large as is usual."""
+    hold = Hold(6.0, "sequence")
+    state = hold.init(spread=1.0)
+    for _ in range(99):
+        state = hold.update(state, 6.0, spread=1.0)
+    after = hold.update(state, 6.0, spread=10 / math.sqrt(32), signal=1 / 32)
+    assert after.unit < 1.45, "28 % of a whole batch's weight and 3 % of its groups: root of 1.9; the batch alone: 5.4"
+    assert hold.update(state, 6.0, spread=10.0).unit > 5, "all groups at once are another scale"
+
+
+def test_where_one_group_of_a_batch_shows_a_signal_the_unit_is_the_root_mean_square_of_all_so_far() -> None:
+    hold, draw = Hold(6.0, "sequence"), random.Random(0)
+    units = [draw.lognormvariate(0, 1) for _ in range(60)]
+    state = hold.init(spread=units[0] / math.sqrt(64), signal=1 / 64)
+    for t, unit in enumerate(units, 1):
+        state = hold.update(state, 6.0, spread=unit / math.sqrt(64), signal=1 / 64)
+        assert state.unit == pytest.approx(math.sqrt(fmean(u * u for u in units[:t])))
+
+
 @pytest.mark.parametrize("told", [1.0, 0.5, 0.05, 1e-4])
 @pytest.mark.parametrize("n", [None, 8, 32, 512])
 @pytest.mark.parametrize("silent", [0, 1, 12])

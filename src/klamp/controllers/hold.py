@@ -157,7 +157,7 @@ def _driven(state: HoldState, spread: Known, signal: float) -> tuple[HoldState, 
     unit = spread / math.sqrt(signal) if spread and signal > 0 else 0.0
     if spread is None or not 1e-100 < unit <= 1e100:
         return state, float(spread != 0 and signal != 0)
-    weight = max(SMOOTHING, 1 / state.updates) if state.square else 1.0  # the first signal, however late, is the usual
+    weight = max(SMOOTHING * signal, 1 / state.updates) if state.square else 1.0  # few groups say little of the usual
     after = replace(state, square=state.square + weight * (unit * unit - state.square))
     if state.square == 0 and state.computed:
         computed = DOUBT * state.lowest
