@@ -334,11 +334,7 @@ def show(rows: Sequence[Row]) -> None:
     for half, names in many_rewards.HALVES.items():
         of_half = [r for r in runs if r["reward_name"] in names]
         for model, rate, settings in sorted({_group(r) for r in of_half}):
-            here = [r for r in of_half if _group(r) == (model, rate, settings)]
-            if settings.startswith("kl.beta="):  # a first price is nothing to a constant
-                shown = {r["reward_name"] for r in here}
-                usual = [r for r in of_half if _group(r) == (model, rate, "") and r["reward_name"] in shown]
-                here += [r for r in usual if r["arm"].startswith("x ")]
+            here = with_constants([r for r in of_half if _group(r) == (model, rate, settings)], of_half)
             title = f"{model}, {half}, {('usual', 'low')[rate]} learning rate"
             console.print(table(", ".join(filter(None, (title, settings))), here, known[model]))
 
@@ -346,6 +342,15 @@ def show(rows: Sequence[Row]) -> None:
 def _group(row: Row) -> tuple[str, int, str]:
     """Runs that share a table: constants are those of the same setting."""
     return row["model"], row["rate"], row.get("settings", "")
+
+
+def with_constants(rows: Sequence[Row], runs: Sequence[Row]) -> list[Row]:
+    """The runs of a table, and among ``runs`` the constants of their rewards: no first price is anything to them."""
+    model, rate, settings = _group(rows[0])
+    names = {row["reward_name"] for row in rows}
+    others = " ".join(part for part in settings.split() if not part.startswith("kl.beta="))
+    theirs = [r for r in runs if _group(r) == (model, rate, others) and r["reward_name"] in names]
+    return [*rows, *(r for r in theirs if settings != others and r["arm"].startswith("x "))]
 
 
 def table(title: str, rows: Sequence[Row], made: Row) -> Table:

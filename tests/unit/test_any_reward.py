@@ -190,6 +190,17 @@ def test_the_kept_runs_are_of_the_law_as_it_is(monkeypatch: pytest.MonkeyPatch) 
             )
 
 
+def test_runs_with_another_first_price_are_compared_with_constants_that_differ_in_nothing_else(tables: Any) -> None:
+    def run(arm: str, settings: str = "", name: str = "vowels") -> dict[str, Any]:
+        return {"model": "tiny", "reward_name": name, "rate": 0, "arm": arm, "seed": 0, "settings": settings}
+
+    usual, longer, other = run("x 2"), run("x 2", "steps=180"), run("x 2", name="letters")
+    runs = [usual, longer, other, run("hold"), run("static")]
+    for settings, constants in (("kl.beta=1", [usual]), ("kl.beta=1 steps=180", [longer]), ("", []), ("full=true", [])):
+        own = run("hold-price", settings)
+        assert tables.with_constants([own], runs) == [own, *constants]
+
+
 def test_runs_with_another_target_are_judged_by_it_and_kept_apart(tables: Any) -> None:
     usual = {"model": "tiny", "reward_name": "vowels", "rate": 0, "arm": "hold", "seed": 0, "kl": [0.02] * 60}
     other = {**usual, "settings": "kl.target=0.02 optim.lr=3e-3"}

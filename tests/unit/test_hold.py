@@ -496,7 +496,7 @@ def test_a_first_price_follows_the_first_signal_at_once_and_one_of_ones_own_stay
     own = Hold(6.0, "sequence", init_beta=0.02)
     assert own.init(spread=0.07, signal=0.01).beta == 0.02
     given = own.update(own.init(), 0.0, spread=0.07, signal=0.01)
-    assert given.beta == pytest.approx(0.02, rel=0.01)
+    assert given.beta == pytest.approx(0.02)
     assert given.unit == pytest.approx(0.7)
 
 
@@ -605,6 +605,7 @@ def test_a_reference_that_restarts_often_does_not_teach_that_learning_is_slow() 
         rates.append(math.exp(known.log_rate))
         known = known.restarted()
         assert (known.x, known.pace, known.steps) == (0.0, 0.0, hold.init().steps), "as at the start of a run"
+    # The first 20 steps end 8 % low, on the way from the first guess of 1/15; those after them are good to 2 %.
     assert rates == pytest.approx([0.1] * 12, rel=0.1)
     assert known.beta == pytest.approx(best, rel=0.15), "a plant without momentum is a little ahead of the model"
 
