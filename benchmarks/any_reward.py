@@ -104,8 +104,7 @@ def jobs(model: str, half: str, given: argparse.Namespace) -> Iterator[Job]:
                 learned = reward not in many_rewards.NOTHING
                 wanted = [a for a in arms if a.startswith("hold")]
                 wanted += (constants if rate == 0 else few) if learned and "constants" in arms else []
-                if seed == 0 and rate == 0:
-                    wanted += [a for a in ("static", "ziegler", "ff-clamp") if a in arms]
+                wanted += [a for a in ("static", "ziegler", "ff-clamp") if a in arms and rate == 0]
                 for arm in wanted:
                     yield Job(model, reward, rate, arm, seed, " ".join(sorted(given.set)))
 
