@@ -238,6 +238,8 @@ def run(job: Job, known: dict[str, Any]) -> dict[str, Any]:
     """Train, and read KL once more on fresh completions."""
     import torch
 
+    from klamp.controllers import HoldState
+
     torch.set_num_threads(1)
     began = time.time()
     with _variant(job.arm), _trainer(job, known) as trainer:
@@ -248,7 +250,7 @@ def run(job: Job, known: dict[str, Any]) -> dict[str, Any]:
         rows = [json.loads(line) for line in Path(trainer.folder.metrics).read_text().splitlines()]
         found = {name: [float(f"{row.get(key, 0.0):.5g}") for row in rows] for name, key in KEPT.items()}
         name = {"reward_name": job.reward, "late_reward": fmean(probe.found) if probe else 0.0}
-        made = {"law": checkpoint.LAW, "seconds": time.time() - began}
+        made = {"law": HoldState.law, "seconds": time.time() - began}
         return {**asdict(job), **name, **found, "fresh": fresh(trainer), **made}
 
 
@@ -355,6 +357,9 @@ def pages() -> Iterator[tuple[str, list[str]]]:
     for model in SETTINGS:
         for arm in any_reward_tables.COLUMNS:
             yield f"{model} {arm}", any_reward_tables.page(rows, model, arm)
+    for model in SETTINGS:
+        yield f"{model} beside other rules", any_reward_tables.beside(rows, model)
+    yield "low rate", any_reward_tables.slow(rows)
     yield "rewards", any_reward_tables.rewards()
 
 

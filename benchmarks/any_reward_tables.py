@@ -308,6 +308,78 @@ def summary(judged: Sequence[Judged]) -> list[str]:
     return [f"- {line}" for line in lines]
 
 
+RULES = {
+    "hold": "`Hold` and the clamp",
+    "hold-price": "`Hold` alone",
+    "ff-clamp": "the computed price, constant, and the clamp",
+    "ziegler": "Ziegler's rule from 0.2, alone",
+    "static": "0.04, constant, alone",
+}
+
+
+def beside(rows: Sequence[Row], model: str) -> list[str]:
+    """``Hold`` beside other rules, on the rewards that all of them were run on, as a Markdown table.
+
+    The gain is the mean over those rewards where the gains of ``Hold`` are known and a constant reaches the KL of the
+    rule with the least; where a rule's KL has no constant near it is left out.
+    """
+    made = next(r for r in rows if r["model"] == model and "price" in r)
+    runs = [r for r in rows if "arm" in r and _group(r) == (model, 0, "")]
+    by_arm = {arm: {r["reward_name"] for r in runs if r["arm"] == arm} for arm in RULES}
+    names = sorted(set.intersection(*by_arm.values()) - set(many_rewards.NOTHING))
+    theirs = {n: [r for r in runs if r["reward_name"] == n and r["arm"].startswith("x ")] for n in names}
+    own = {arm: {n: [r for r in runs if (r["reward_name"], r["arm"]) == (n, arm)] for n in names} for arm in RULES}
+    gains = {a: {n: gain(own[a][n], theirs[n], made["means"][n]) if theirs[n] else None for n in names} for a in RULES}
+
+    def known(arm: str, name: str) -> bool:
+        figures = cells(own[arm][name], theirs[name], made)
+        return bool(Judged(name, own[arm][name], figures, made, theirs[name]).gain)
+
+    clamped = ("hold", "hold-price", "ff-clamp")
+    common = [n for n in names if known("hold", n) and known("hold-price", n) and gains["ff-clamp"][n] is not None]
+    heads = ("rule", "runs", "highest", "fresh", "late KL", "within 20 %", "effort %", f"gain %, {len(common)} rewards")
+    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    for arm, called in RULES.items():
+        each = [r for n in names for r in own[arm][n]]
+        settled = [round(fmean(late(r["kl"]) for r in own[arm][n]) / TARGET, 2) for n in names]
+        earned = f"{100 * fmean(gains[arm][n] or 0.0 for n in common):.0f}" if arm in clamped else ""
+        shown = (
+            called,
+            str(len(each)),
+            f"{fmean(map(highest_reading, each)):.2f}, {max(map(highest_reading, each)):.2f}",
+            f"{max(r['fresh'][0] for r in each) / TARGET:.2f}",
+            f"{min(settled):.2f} to {max(settled):.2f}",
+            f"{sum(0.8 <= x <= 1.2 for x in settled)} of {len(names)}",
+            f"{100 * max(fmean(r['effort']) for r in each):.1f}" if arm in ("hold", "ff-clamp") else "",
+            earned,
+        )
+        lines.append("| " + " | ".join(shown) + " |")
+    return lines
+
+
+def slow(rows: Sequence[Row]) -> list[str]:
+    """``Hold`` at a tenth of the usual learning rate, as a Markdown table: a line for each model and arm."""
+    heads = ("model", "arm", "rewards", "runs", "highest KL", "late KL", "price over the computed one")
+    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    for model in ("tiny", "smollm2"):
+        made = next(r for r in rows if r["model"] == model and "price" in r)
+        for arm in ("hold", "hold-price"):
+            own = [r for r in rows if "arm" in r and _group(r) == (model, 1, "") and r["arm"] == arm]
+            low, high = zip(*(prices(r, made["price"] / UNIT) for r in own), strict=True)
+            settled = [late(r["kl"]) / TARGET for r in own]
+            shown = (
+                model,
+                f"`{arm}`",
+                str(len({r["reward_name"] for r in own})),
+                str(len(own)),
+                f"{max(map(highest_reading, own)):.2f}",
+                f"{min(settled):.2f} to {max(settled):.2f}",
+                f"{min(low):.2f} to {max(high):.2f}",
+            )
+            lines.append("| " + " | ".join(shown) + " |")
+    return lines
+
+
 def rewards() -> list[str]:
     """What each reward is, as a Markdown table."""
     rows = [f"| {name} | {what} |" for name, what in sorted(many_rewards.WHAT.items())]

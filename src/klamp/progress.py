@@ -125,7 +125,7 @@ class Display:
         self.recent: deque[float] = deque(maxlen=RECENT)
         self.alarms: Counter[str] = Counter()
         if not quiet:  # alarms are shown here; without a handler of its own logging would show them once more
-            logging.getLogger("klamp").addHandler(logging.NullHandler())
+            logging.getLogger("klamp.monitor").addHandler(logging.NullHandler())
 
     @contextlib.contextmanager
     def live(self, done: int) -> Iterator[None]:

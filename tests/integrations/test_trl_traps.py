@@ -43,6 +43,16 @@ def test_a_checkpoint_with_a_hold_of_an_earlier_law(trainer: Make) -> None:
         control.load_state_dict({**control.state_dict(), "controller": old})
 
 
+def test_a_checkpoint_of_the_law_before(trainer: Make, caplog: pytest.LogCaptureFixture) -> None:
+    control = KLControl(trainer(), HOLD)
+    control.control = control.control.init(spread=1.0, length=24)
+    saved = control.state_dict()
+    control.load_state_dict(saved)
+    assert "law" not in caplog.text
+    control.load_state_dict({**saved, "controller": {**saved["controller"], "law": 10}})
+    assert "the saved state of Hold is of law 10" in caplog.text
+
+
 def test_what_it_would_have_been(trainer: Make) -> None:
     t = trainer(lora=False, beta=0.0, max_steps=1)
     t.beta = 0.1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import klamp
-from klamp.integrations.verl import HoldKLController, Settings
+from klamp.integrations.verl import FILE, HoldKLController, Settings
 
 
 def batch(seed: int) -> Any:
@@ -98,3 +99,17 @@ def test_it_goes_on_from_its_file(tmp_path: Path) -> None:
         one.observe(batch(3))
         one.update(n_steps=8)
     assert second.state == first.state
+
+
+def test_it_says_that_its_file_is_of_the_law_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = made()
+    first.observe(batch(0))
+    first.update(n_steps=8)
+    first.save(tmp_path, 1)
+    made().load(tmp_path, 1)
+    assert "law" not in caplog.text
+    saved = json.loads((tmp_path / FILE).read_text())
+    saved["state"]["law"] = 10
+    (tmp_path / FILE).write_text(json.dumps(saved))
+    made().load(tmp_path, 1)
+    assert "the saved state of Hold is of law 10" in caplog.text

@@ -114,6 +114,25 @@ def test_a_page_sums_up_what_its_runs_did(tables: Any) -> None:
     assert "below 97 % on none" in told
 
 
+def test_other_rules_are_compared_on_the_rewards_that_all_were_run_on(tables: Any) -> None:
+    made = {"model": "tiny", "price": 0.5, "spreads": {"vowels": 1.0}, "means": {"vowels": 0.2}}
+
+    def run(arm: str, seed: int, kl: float, earned: float = 1.0, name: str = "vowels") -> dict[str, Any]:
+        told = {"model": "tiny", "rate": 0, "reward_name": name, "arm": arm, "seed": seed, "noise": [0.05] * 60}
+        same = {"spread": [1.0] * 60, "signal": [1.0] * 60, "beta": [0.5] * 60, "effort": [0.02] * 60}
+        late = 0.2 + earned * (curve(kl) - 0.2)
+        return {**told, **same, "kl": [kl] * 60, "late_reward": late, "fresh": [1.1 * kl, 0.0]}
+
+    both, others = (0, 1, 2), {"static": 0.5, "ziegler": 0.3}
+    rows = [made, *(run(f"x {kl}", s, kl) for kl in (0.03, 0.07) for s in both)]
+    rows += [run(arm, s, 0.05, 0.9) for arm in ("hold", "hold-price", "ff-clamp") for s in both]
+    rows += [run(arm, 0, kl) for arm, kl in others.items()] + [run("hold", 0, 0.9, name="grade")]
+    lines = {line.split(" | ")[0]: line.strip("| ").split(" | ")[1:] for line in tables.beside(rows, "tiny")[2:]}
+    assert lines["| `Hold` and the clamp"] == ["3", "1.00, 1.00", "1.10", "1.00 to 1.00", "1 of 1", "2.0", "90"]
+    assert lines["| 0.04, constant, alone"][1:5] == ["10.00, 10.00", "11.00", "10.00 to 10.00", "0 of 1"]
+    assert len(lines) == 5
+
+
 def test_the_usual_spread_is_that_of_hold(tables: Any) -> None:
     """Of the groups that show a signal; the first, however late, counts in full, and batches without any do not."""
     from klamp.controllers.hold import Hold
@@ -153,17 +172,18 @@ def test_the_constants_that_are_kept_are_of_no_controller_and_have_their_calibra
 def test_the_results_page_shows_what_the_kept_runs_give(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import any_reward
-    from klamp.train.checkpoint import LAW
+    from klamp.controllers import HoldState
 
     runs = any_reward.read([any_reward.HELD])
-    assert {run["law"] for run in runs} == {LAW}, (
+    assert {run["law"] for run in runs} == {HoldState.law}, (
         "Hold has changed: run the benchmark again, or say on the page that it has"
     )
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     tables = dict(any_reward.pages())
-    assert list(tables) == ["tiny hold", "tiny hold-price", "smollm2 hold", "smollm2 hold-price", "rewards"]
+    judged, others = ["tiny hold", "tiny hold-price", "smollm2 hold", "smollm2 hold-price"], "beside other rules"
+    assert list(tables) == [*judged, f"tiny {others}", f"smollm2 {others}", "low rate", "rewards"]
     for name, lines in tables.items():
-        assert len(lines) > 30, name
+        assert len(lines) > (30 if name in judged else 5), name
         assert "\n".join(lines) in page, f"{name}: python benchmarks/any_reward.py --page"
 
 
@@ -173,7 +193,8 @@ def test_the_kept_runs_are_of_the_law_as_it_is(monkeypatch: pytest.MonkeyPatch) 
     import any_reward
     from klamp.controllers.hold import Hold
 
-    hold, runs = Hold(0.05, "token"), [r for r in any_reward.read([any_reward.HELD]) if r["model"] == "tiny"]
+    kept = any_reward.read([any_reward.HELD])
+    hold, runs = Hold(0.05, "token"), [r for r in kept if r["model"] == "tiny" and r["arm"] in ("hold", "hold-price")]
     assert len(runs) > 1000
     for run in runs:
         n = 4 * any_reward.GROUP if run["arm"] == "hold-price" else None

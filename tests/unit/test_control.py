@@ -19,7 +19,7 @@ from torch import Tensor
 import klamp
 from klamp.clamp import Gauge
 from klamp.control import Control
-from klamp.controllers.hold import Hold
+from klamp.controllers.hold import Hold, HoldState
 from klamp.train.config import KLConfig, OptimConfig, RolloutConfig, TrainConfig
 from klamp.train.kl_config import control_of
 from klamp.train.loop import Trainer
@@ -170,6 +170,7 @@ def test_what_the_trainer_saved_before_goes_on() -> None:
     assert control.beta == BEFORE["controller"]["beta"]
     kept = {k: v for k, v in BEFORE.items() if k != "jump"}  # the clamp goes by no forecast any more
     kept["settings"] = repr(Hold(0.05, "token", init_beta=0.1))  # whose bounds were narrower then
+    kept["controller"] = {"law": HoldState.law, **kept["controller"]}
     assert control.to_dict() == {**kept, "reading": None}
     least = {k: v for k, v in kept.items() if k not in ("floor", "settings")}
     assert control_of(KLConfig()).from_dict(least).state == control.state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import sys
@@ -10,11 +11,13 @@ from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from klamp.control import Control
 from klamp.controllers.base import State
 from klamp.controllers.hold import Hold, HoldState
 from klamp.errors import ConfigError
@@ -820,6 +823,23 @@ def test_a_state_of_an_earlier_law_is_refused_with_the_way_on() -> None:
     old = {"kind": "HoldState", "beta": 0.3, "updates": 9, "skipped": 0, "told": 1, "moved": 8, "odds": -2.0}
     with pytest.raises(ConfigError, match=r"earlier law of Hold.*last price was 0\.3\. Resume with kl\.beta=0\.3 "):
         State.from_dict(old)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [({"law": 10}, "Hold is of law 10"), ({"law": None}, "Hold is of a version that did not note its law"), ({}, "")],
+)
+def test_a_state_of_the_law_before_says_so_and_goes_on(
+    caplog: pytest.LogCaptureFixture, changed: dict[str, Any], said: str
+) -> None:
+    """Wherever it was kept: in a loop of one's own, in TRL's checkpoint, in verl's."""
+    control = Control(Hold(0.05, "token")).init(spread=1.0, length=24).before_update(0.03).after_update()
+    saved = control.to_dict()
+    saved["controller"] |= changed
+    saved["controller"] = {k: v for k, v in saved["controller"].items() if v is not None}
+    assert control.from_dict(json.loads(json.dumps(saved))).state == control.state
+    assert said in caplog.text
+    assert bool(caplog.records) == bool(said)
 
 
 def test_the_law_fits_on_a_page() -> None:

@@ -19,8 +19,9 @@ import pytest
 
 from klamp.cli import main
 from klamp.config_io import from_yaml, to_yaml
+from klamp.controllers import HoldState
 from klamp.errors import ConfigError
-from klamp.train import checkpoint, loop
+from klamp.train import loop
 from klamp.train.config import KLConfig, LoraConfig, OptimConfig, RewardConfig, RolloutConfig, TrainConfig
 from klamp.train.loop import train_policy
 from klamp.train.run_folder import RunFolder
@@ -70,13 +71,13 @@ def test_a_run_is_resumed_by_its_own_configuration_with_the_changes_that_it_may_
     assert (saved.steps, saved.kl.target, saved.optim.lr, saved.rollout.max_tokens) == (4, 0.2, 2e-3, 6)
 
 
-@pytest.mark.parametrize(("law", "said"), [(checkpoint.LAW, False), (checkpoint.LAW + 1, True)])
+@pytest.mark.parametrize(("law", "said"), [(HoldState.law, False), (HoldState.law + 1, True)])
 def test_a_run_says_when_hold_follows_another_law_than_the_one_it_was_saved_under(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, law: int, said: bool
+    run: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, law: int, said: bool
 ) -> None:
-    monkeypatch.setattr(checkpoint, "LAW", law)
+    monkeypatch.setattr(HoldState, "law", law)
     assert main(["train", "--resume", str(run), "--steps", "3"]) == 0
-    assert ("Hold's law has changed" in capsys.readouterr().err) == said
+    assert ("which goes on from the old price" in caplog.text) == said
 
 
 def of_an_earlier_law(run: Path, fields: dict[str, float]) -> None:

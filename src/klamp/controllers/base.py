@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
@@ -18,6 +19,8 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from klamp.errors import ConfigError, require_number, require_ranges, shown
 from klamp.masked import Unit, check_unit
 from klamp.strict_json import from_plain
+
+logger = logging.getLogger(__name__)
 
 Bounds = tuple[float, float]
 Known = float | None
@@ -42,8 +45,11 @@ class State:
     """Where the numbers of a saved state lie; one that has others is damaged."""
     of_kl: ClassVar[tuple[str, ...]] = ()
     """The numbers that are of the present KL, and not of how it answers."""
+    law: ClassVar[int] = 0
+    """Counted up when the rule gives other prices than before, so that a state from before can say so."""
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, law: int = 0) -> None:
+        cls.law = law
         State.kinds[cls.__name__] = cls
 
     def retargeted(self, old: float, new: float) -> State:
@@ -73,11 +79,13 @@ class State:
         Returns:
             Plain values, the name of the class among them.
         """
-        return {"kind": type(self).__name__, **asdict(self)}
+        return {"kind": type(self).__name__, **({"law": self.law} if self.law else {}), **asdict(self)}
 
     @staticmethod
     def from_dict(saved: Mapping[str, Any]) -> State:
         """The state that :meth:`to_dict` wrote, of the class that wrote it.
+
+        Where the rule has changed since, the logger ``klamp.controllers`` says so.
 
         Args:
             saved: what :meth:`to_dict` returned.
@@ -92,7 +100,7 @@ class State:
         name = saved.get("kind", "State")
         kind = State.kinds.get(name) if isinstance(name, str) else None
         names = {f.name for f in fields(kind)} if kind else set()
-        given = {k: v for k, v in saved.items() if k != "kind"}
+        given = {k: v for k, v in saved.items() if k not in ("kind", "law")}
         if name == "HoldState" and set(given) != names and {f.name for f in fields(State)} <= set(given):
             raise ConfigError(
                 "a saved controller state is of an earlier law of Hold, which this version does not go on from. Its "
@@ -108,6 +116,10 @@ class State:
         state = from_plain(kind, given)
         way_out = "The saved state is damaged; start the controller anew with init()."
         require_ranges(kind.__name__, state, kind.sane, way_out=way_out)
+        if (law := saved.get("law", 0)) != kind.law:
+            was = f"law {shown(law)}" if law else "a version that did not note its law"
+            now = f"this version has law {kind.law}, which goes on from the old price, {state.beta:.4g}"
+            logger.warning("klamp: the saved state of %s is of %s; %s", name.removesuffix("State"), was, now)
         return state
 
     def to_json(self) -> str:

@@ -42,7 +42,7 @@ BOLDEST = 6.0  # the highest power of x in the price; a given price is lowered t
 
 
 @dataclass(frozen=True)
-class HoldState(State):
+class HoldState(State, law=11):
     """What is known of the plant, relative to the target. Ten numbers."""
 
     log_rho: float = 0.0

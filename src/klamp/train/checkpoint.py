@@ -36,8 +36,6 @@ from klamp.train.model_card import model_card
 from klamp.train.run_folder import GO_ON, RunFolder, damage, seal, sync_folder
 
 FORMAT = "klamp-checkpoint/1"
-LAW = 11
-"""Of Hold: counted up when its numbers change, so that a resumed run can say so."""
 NOT_OURS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, SafetensorError)
 """What reading values that klamp did not write stumbles with."""
 
@@ -144,7 +142,6 @@ def _write(
         "reference": contents.identity,
         "random": randoms,
         "processes": learner.accelerator.num_processes,
-        "law": LAW,
     }
     (folder / "trainer.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
 
@@ -156,14 +153,6 @@ def _in_order(config: Path) -> None:
         if isinstance(fields.get(name), list):
             fields[name] = sorted(fields[name])
     config.write_text(json.dumps(fields, indent=2, sort_keys=True), encoding="utf-8")
-
-
-def law_note(saved: Saved, controller: str) -> str:
-    """What to say where ``Hold`` followed another law when this was saved."""
-    same = json.loads((saved.path / "trainer.json").read_text(encoding="utf-8")).get("law") == LAW
-    return (
-        "" if same or controller != "hold" else ". Hold's law has changed since; the new law goes on from the old price"
-    )
 
 
 def load(saved: Saved, learner: Learner, *, control: bool = True, price: bool = True) -> int:

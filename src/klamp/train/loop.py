@@ -191,8 +191,7 @@ class Trainer:
                 self.learner.control = self.learner.control.retarget(*since["kl.target"])
             if "kl.beta" in since:
                 self.learner.control = self.learner.control.init()
-            law = checkpoint.law_note(saved, config.kl.controller)
-            self.display.say(f"resuming after step {done} from {saved.path}{_told(self.changes)}{law}")
+            self.display.say(f"resuming after step {done} from {saved.path}{_told(self.changes)}")
         elif config.resume:
             self.display.say("nothing to resume: no checkpoint yet, starting at step 1")
         if main:
