@@ -365,7 +365,14 @@ def pages() -> Iterator[tuple[str, list[str]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--half", nargs="+", choices=tuple(many_rewards.HALVES), default=["development"])
+    halves = (*many_rewards.HALVES, "all")
+    parser.add_argument(
+        "--half",
+        nargs="+",
+        choices=halves,
+        default=["development"],
+        help="of the rewards, in the order they were written",
+    )
     parser.add_argument(
         "--rewards", nargs="+", choices=tuple(many_rewards.WHAT), help="only these, whatever their half"
     )
@@ -398,7 +405,7 @@ def main() -> None:
     if given.page:
         print("\n".join(line for _, lines in pages() for line in [*lines, ""]))
         return
-    if given.rewards:
+    if given.rewards or "all" in given.half:
         given.half = list(many_rewards.HALVES)
     needs = (*CALIBRATED, *([] if all(arm.startswith("hold") for arm in given.arms) else ["rollout."]))
     if fixed := [pair for pair in given.set if pair.startswith(needs)]:
