@@ -47,6 +47,10 @@ GROUP = 8
 FRESH = 256
 PROBED = 32
 """Prompts that the reward is measured on in every other step of the last third, beside the batch that is trained on."""
+CLIMB = 15
+"""Steps to the target, about: a horizon of Ziegler's rule is four times as long, as docs/controllers.md has it."""
+OTHERS = ("static", "ziegler", "ff", "ziegler-ff", "ff-clamp")
+"""Other rules: a constant 0.04, Ziegler's with its usual settings, and three that start at the computed price."""
 UNIT = 0.65
 """Constant prices are multiples of this share of Hold's computed price, where Hold once started."""
 
@@ -89,7 +93,7 @@ class Job:
 
 def constant(arm: str) -> bool:
     """Whether a run of this arm is the same whatever Hold does."""
-    return arm.startswith("x ") or arm in ("static", "ziegler")
+    return arm.startswith("x ") or arm in OTHERS[:-1]
 
 
 def jobs(model: str, half: str, given: argparse.Namespace) -> Iterator[Job]:
@@ -104,7 +108,7 @@ def jobs(model: str, half: str, given: argparse.Namespace) -> Iterator[Job]:
                 learned = reward not in many_rewards.NOTHING
                 wanted = [a for a in arms if a.startswith("hold")]
                 wanted += (constants if rate == 0 else few) if learned and "constants" in arms else []
-                wanted += [a for a in ("static", "ziegler", "ff-clamp") if a in arms and rate == 0]
+                wanted += [a for a in OTHERS if a in arms and rate == 0]
                 for arm in wanted:
                     yield Job(model, reward, rate, arm, seed, " ".join(sorted(given.set)))
 
@@ -196,6 +200,7 @@ class _trainer:
 def arm(job: Job, known: dict[str, Any]) -> dict[str, Any]:
     """The fields of KLConfig that make an arm."""
     unit = known["price"] * (known.get("spreads", {}).get(job.reward) or 1.0)
+    horizon = 4 * CLIMB * SETTINGS[job.model].prompts * GROUP
     if job.arm.startswith("x "):
         return {"controller": "fixed", "beta": unit * float(job.arm[2:]), "clamp": False}
     return {
@@ -203,6 +208,8 @@ def arm(job: Job, known: dict[str, Any]) -> dict[str, Any]:
         "hold-price": {"controller": "hold", "clamp": False},
         "static": {"controller": "fixed", "beta": 0.04, "clamp": False},
         "ziegler": {"controller": "ziegler", "beta": 0.2, "clamp": False},
+        "ff": {"controller": "fixed", "beta": unit / UNIT, "clamp": False},
+        "ziegler-ff": {"controller": "ziegler", "beta": unit / UNIT, "horizon": horizon, "clamp": False},
         "ff-clamp": {"controller": "fixed", "beta": unit / UNIT},
     }[job.arm.partition("@")[0]]
 
@@ -383,7 +390,7 @@ def main() -> None:
         "--multiples", nargs="+", type=float, help="constant prices, in multiples of 0.65 of Hold's computed one"
     )
     parser.add_argument("--rates", nargs="+", type=int, choices=(0, 1), default=[0, 1], help="usual and low rate")
-    every = ("hold", "hold-price", "constants", "static", "ziegler", "ff-clamp")
+    every = ("hold", "hold-price", "constants", *OTHERS)
     parser.add_argument(
         "--arms", nargs="+", default=every, help=f"of {', '.join(every)}, or hold@SURPRISE=0.5,DRIFT=0.03"
     )

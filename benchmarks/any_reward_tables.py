@@ -90,11 +90,7 @@ def compared(rows: Sequence[Row], constants: Sequence[Row], reference: float) ->
     does to both cancels. Constants of other seeds count only where those of the arm's do not lie on both sides. The
     degrees of freedom are those of the arm, or of the constant near it, with fewest seeds.
     """
-    seeds, x = {r["seed"] for r in rows}, fmean(point(row)[0] for row in rows)
-    paired = [c for c in constants if c["seed"] in seeds]
-    between = around(x, paired)
-    if len(between) == 2 and between[0][1] <= x:
-        constants = paired
+    constants, x = paired(rows, constants), fmean(point(row)[0] for row in rows)
     ratio = gain(rows, constants, reference)
     if ratio is None:
         return ""
@@ -114,6 +110,14 @@ def compared(rows: Sequence[Row], constants: Sequence[Row], reference: float) ->
         return f"{100 * ratio:.0f}"
     error = math.sqrt((len(known) - 1) ** 2 / len(known) * variance(known))
     return f"{100 * ratio:.0f} ± {100 * student(fewest - 1) * error:.0f}"
+
+
+def paired(rows: Sequence[Row], constants: Sequence[Row]) -> Sequence[Row]:
+    """The constants of the seeds of ``rows`` where these lie on both sides of them, otherwise all."""
+    seeds, x = {r["seed"] for r in rows}, fmean(point(row)[0] for row in rows)
+    same = [c for c in constants if c["seed"] in seeds]
+    between = around(x, same)
+    return same if len(between) == 2 and between[0][1] <= x else constants
 
 
 def target(row: Row) -> float:
@@ -222,7 +226,7 @@ class Judged:
     @property
     def most(self) -> float:
         """The highest reading within the aims without a clamp: more where most groups show no signal at first."""
-        return 2 if self.made["spreads"][self.name] ** 2 < 0.5 else 1.5
+        return 2 if _mostly_silent(self.made, self.name) else 1.5
 
     @property
     def short(self) -> bool:
@@ -310,51 +314,68 @@ def summary(judged: Sequence[Judged]) -> list[str]:
 
 RULES = {
     "hold": "`Hold` and the clamp",
-    "hold-price": "`Hold` alone",
-    "ff-clamp": "the computed price, constant, and the clamp",
-    "ziegler": "Ziegler's rule from 0.2, alone",
-    "static": "0.04, constant, alone",
+    "hold-price": "`Hold`, no clamp",
+    "ff-clamp": "computed price, constant, and the clamp",
+    "ff": "computed price, constant, no clamp",
+    "ziegler-ff": "Ziegler's rule from the computed price, no clamp",
+    "ziegler": "Ziegler's rule, usual settings, no clamp",
+    "static": "constant price of 0.04, no clamp",
 }
 
 
 def beside(rows: Sequence[Row], model: str) -> list[str]:
-    """``Hold`` beside other rules, on the rewards that all of them were run on, as a Markdown table.
-
-    The gain is the mean over those rewards where the gains of ``Hold`` are known and a constant reaches the KL of the
-    rule with the least; where a rule's KL has no constant near it is left out.
-    """
+    """``Hold`` beside other rules as a Markdown table, on the rewards and seeds that all of them were run with."""
     made = next(r for r in rows if r["model"] == model and "price" in r)
     runs = [r for r in rows if "arm" in r and _group(r) == (model, 0, "")]
-    by_arm = {arm: {r["reward_name"] for r in runs if r["arm"] == arm} for arm in RULES}
-    names = sorted(set.intersection(*by_arm.values()) - set(many_rewards.NOTHING))
-    theirs = {n: [r for r in runs if r["reward_name"] == n and r["arm"].startswith("x ")] for n in names}
-    own = {arm: {n: [r for r in runs if (r["reward_name"], r["arm"]) == (n, arm)] for n in names} for arm in RULES}
-    gains = {a: {n: gain(own[a][n], theirs[n], made["means"][n]) if theirs[n] else None for n in names} for a in RULES}
+    own = {arm: [r for r in runs if r["arm"] == arm] for arm in RULES}
+    own = {arm: found for arm, found in own.items() if found}
+    shared = set.intersection(*({(r["reward_name"], r["seed"]) for r in found} for found in own.values()))
+    names = sorted({name for name, _ in shared} - set(many_rewards.NOTHING))
+    sets: dict[str, dict[str, list[Row]]] = {arm: {name: [] for name in names} for arm in own}
+    for arm, found in own.items():
+        for r in found:
+            if r["reward_name"] in names and (r["reward_name"], r["seed"]) in shared:
+                sets[arm][r["reward_name"]].append(r)
 
-    def known(arm: str, name: str) -> bool:
-        figures = cells(own[arm][name], theirs[name], made)
-        return bool(Judged(name, own[arm][name], figures, made, theirs[name]).gain)
+    def gain_of(arm: str, name: str) -> float | None:
+        constants = [r for r in runs if r["reward_name"] == name and r["arm"].startswith("x ")]
+        found, far = sets[arm][name], fmean(late(r["kl"]) for r in sets[arm][name]) < LEAST_KL * TARGET
+        return None if far or not constants else gain(found, paired(found, constants), made["means"][name])
 
-    clamped = ("hold", "hold-price", "ff-clamp")
-    common = [n for n in names if known("hold", n) and known("hold-price", n) and gains["ff-clamp"][n] is not None]
-    heads = ("rule", "runs", "highest", "fresh", "late KL", "within 20 %", "effort %", f"gain %, {len(common)} rewards")
+    gains = {arm: {name: gain_of(arm, name) for name in names} for arm in sets}
+    common = [n for n in names if None not in (gains[arm][n] for arm in ("hold", "hold-price", "ff-clamp"))]
+    dense, sparse = ([n for n in common if (_mostly_silent(made, n)) == silent] for silent in (False, True))
+    heads = ("rule", "runs", "highest", "fresh", "late KL", "within 20 %", "effort %")
+    heads += (f"gain %, {len(dense)} dense rewards", f"gain %, {len(sparse)} sparse ones")
     lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
-    for arm, called in RULES.items():
-        each = [r for n in names for r in own[arm][n]]
-        settled = [round(fmean(late(r["kl"]) for r in own[arm][n]) / TARGET, 2) for n in names]
-        earned = f"{100 * fmean(gains[arm][n] or 0.0 for n in common):.0f}" if arm in clamped else ""
+    for arm, by_name in sets.items():
+        each = [r for found in by_name.values() for r in found]
+        settled = [round(fmean(late(r["kl"]) for r in found) / TARGET, 2) for found in by_name.values()]
         shown = (
-            called,
+            RULES[arm],
             str(len(each)),
             f"{fmean(map(highest_reading, each)):.2f}, {max(map(highest_reading, each)):.2f}",
             f"{max(r['fresh'][0] for r in each) / TARGET:.2f}",
             f"{min(settled):.2f} to {max(settled):.2f}",
             f"{sum(0.8 <= x <= 1.2 for x in settled)} of {len(names)}",
             f"{100 * max(fmean(r['effort']) for r in each):.1f}" if arm in ("hold", "ff-clamp") else "",
-            earned,
+            *(_mean_gain([gains[arm][n] for n in part]) for part in (dense, sparse)),
         )
         lines.append("| " + " | ".join(shown) + " |")
     return lines
+
+
+def _mostly_silent(made: Row, name: str) -> bool:
+    """Whether most groups of a reward show no signal at first."""
+    return bool(made["spreads"][name] ** 2 < 0.5)
+
+
+def _mean_gain(gains: Sequence[float | None]) -> str:
+    """The mean over rewards and its 95 % interval; empty where a gain is not known."""
+    known = [100 * g for g in gains if g is not None]
+    if len(known) < len(gains) or len(known) < 2:
+        return ""
+    return f"{fmean(known):.0f} ± {student(len(known) - 1) * math.sqrt(variance(known) / len(known)):.0f}"
 
 
 def slow(rows: Sequence[Row]) -> list[str]:
@@ -364,7 +385,8 @@ def slow(rows: Sequence[Row]) -> list[str]:
     for model in ("tiny", "smollm2"):
         made = next(r for r in rows if r["model"] == model and "price" in r)
         for arm in ("hold", "hold-price"):
-            own = [r for r in rows if "arm" in r and _group(r) == (model, 1, "") and r["arm"] == arm]
+            runs = [r for r in rows if "arm" in r and _group(r) == (model, 1, "") and r["arm"] == arm]
+            own = [r for r in runs if r["reward_name"] not in many_rewards.NOTHING]
             low, high = zip(*(prices(r, made["price"] / UNIT) for r in own), strict=True)
             settled = [late(r["kl"]) / TARGET for r in own]
             shown = (
@@ -434,7 +456,7 @@ def table(title: str, rows: Sequence[Row], made: Row) -> Table:
         here = [r for r in rows if r["reward_name"] == name]
         constants = [r for r in here if r["arm"].startswith("x ")]
         held = sorted({r["arm"] for r in here if "@" in r["arm"]})
-        order = ["hold", "hold-price", *held, "ff-clamp", "static", "ziegler", *sorted({c["arm"] for c in constants})]
+        order = ["hold", "hold-price", *held, *list(RULES)[2:], *sorted({c["arm"] for c in constants})]
         arms = [a for a in order if any(r["arm"] == a for r in here)]
         for arm in arms:
             own = [r for r in here if r["arm"] == arm]

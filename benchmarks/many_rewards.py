@@ -36,7 +36,7 @@ HELD_OUT_7 = ("word 5 %", "long word", "alphabetical", "negative")
 HELD_OUT_8 = ("word 10 %", "word 1 %", "exclamation", "last y")
 """Sparse ones, written when the unit of the price was chosen; none of them decided anything."""
 HELD_OUT_9 = ("few prompts", "jackpot", "brevity", "repeats")
-"""Written last of all, and run once."""
+"""Written last of all; they decided nothing."""
 HALVES = {
     "development": DEVELOPMENT,
     "held-out": HELD_OUT,

@@ -11,6 +11,7 @@ import contextlib
 import difflib
 import errno
 import importlib.util
+import logging
 import math
 import os
 import re
@@ -244,6 +245,12 @@ def disk_errno(error: BaseException) -> int | None:
     if number is None and (said := re.search(r"\(os error (\d+)\)", str(error))):
         number = int(said[1])
     return number if number in DISK else None
+
+
+def warn(logger: logging.Logger, message: str, *values: object) -> None:
+    """A warning that all processes of a launch come to, and the first one gives."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning(f"klamp: {message}", *values)
 
 
 def shown(value: object, most: int = 200) -> str:

@@ -6,14 +6,17 @@ so whatever the update was. It adds to what the policy is really away from its r
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from klamp.clamp_scalers import snapshot
-from klamp.monitor import logger
+from klamp.errors import warn
 from klamp.seeds import mix
+
+logger = logging.getLogger(__name__)
 
 SMALL = 1e-2
 """Size of the perturbation over that of the weights. Its own KL is quadratic in it, and far below any target."""
@@ -67,7 +70,8 @@ def restore(model: nn.Module, kept: dict[str, torch.Tensor]) -> None:
 def warn_near_floor(target: float | None, unit: str, floor: float) -> None:
     """Say so where the target is hardly above what rounding alone makes of KL."""
     if target is not None and target < WARN * floor:
-        logger.warning(
+        warn(
+            logger,
             "the target %.3g is less than %g times the floor: KL reads %.2g nats per %s from rounding alone. Raise "
             "kl.target, or set dtype=float32.",
             *(target, WARN, floor, unit),

@@ -50,7 +50,7 @@ def test_a_checkpoint_of_the_law_before(trainer: Make, caplog: pytest.LogCapture
     control.load_state_dict(saved)
     assert "law" not in caplog.text
     control.load_state_dict({**saved, "controller": {**saved["controller"], "law": 10}})
-    assert "the saved state of Hold is of law 10" in caplog.text
+    assert "the saved state of Hold was written under law 10." in caplog.text
 
 
 def test_what_it_would_have_been(trainer: Make) -> None:

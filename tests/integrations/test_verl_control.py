@@ -112,4 +112,4 @@ def test_it_says_that_its_file_is_of_the_law_before(tmp_path: Path, caplog: pyte
     saved["state"]["law"] = 10
     (tmp_path / FILE).write_text(json.dumps(saved))
     made().load(tmp_path, 1)
-    assert "the saved state of Hold is of law 10" in caplog.text
+    assert "the saved state of Hold was written under law 10." in caplog.text

@@ -114,23 +114,49 @@ def test_a_page_sums_up_what_its_runs_did(tables: Any) -> None:
     assert "below 97 % on none" in told
 
 
-def test_other_rules_are_compared_on_the_rewards_that_all_were_run_on(tables: Any) -> None:
-    made = {"model": "tiny", "price": 0.5, "spreads": {"vowels": 1.0}, "means": {"vowels": 0.2}}
+def test_other_rules_are_compared_on_the_rewards_and_seeds_that_all_were_run_with(tables: Any) -> None:
+    """Two dense rewards and two sparse ones, on which Hold and the clamp earn 90 and 120 % of a constant."""
+    dense, sparse = ("vowels", "letters"), ("word 2 %", "word 5 %")
+    spreads = dict.fromkeys(dense, 1.0) | dict.fromkeys(sparse, 0.4)
+    made = {"model": "tiny", "price": 0.5, "spreads": spreads, "means": dict.fromkeys(spreads, 0.2)}
 
-    def run(arm: str, seed: int, kl: float, earned: float = 1.0, name: str = "vowels") -> dict[str, Any]:
+    def run(name: str, arm: str, seed: int, kl: float, earned: float = 1.0) -> dict[str, Any]:
         told = {"model": "tiny", "rate": 0, "reward_name": name, "arm": arm, "seed": seed, "noise": [0.05] * 60}
         same = {"spread": [1.0] * 60, "signal": [1.0] * 60, "beta": [0.5] * 60, "effort": [0.02] * 60}
         late = 0.2 + earned * (curve(kl) - 0.2)
         return {**told, **same, "kl": [kl] * 60, "late_reward": late, "fresh": [1.1 * kl, 0.0]}
 
-    both, others = (0, 1, 2), {"static": 0.5, "ziegler": 0.3}
-    rows = [made, *(run(f"x {kl}", s, kl) for kl in (0.03, 0.07) for s in both)]
-    rows += [run(arm, s, 0.05, 0.9) for arm in ("hold", "hold-price", "ff-clamp") for s in both]
-    rows += [run(arm, 0, kl) for arm, kl in others.items()] + [run("hold", 0, 0.9, name="grade")]
-    lines = {line.split(" | ")[0]: line.strip("| ").split(" | ")[1:] for line in tables.beside(rows, "tiny")[2:]}
-    assert lines["| `Hold` and the clamp"] == ["3", "1.00, 1.00", "1.10", "1.00 to 1.00", "1 of 1", "2.0", "90"]
-    assert lines["| 0.04, constant, alone"][1:5] == ["10.00, 10.00", "11.00", "10.00 to 10.00", "0 of 1"]
-    assert len(lines) == 5
+    rows = [made, run("grade", "hold", 0, 0.9), run("vowels", "hold", 7, 0.9)]  # the others were not run with these
+    for name in spreads:
+        gain = 0.9 if name in dense else 1.2
+        rows += [run(name, f"x {kl}", s, kl) for kl in (0.03, 0.07) for s in (0, 1, 2)]
+        rows += [run(name, arm, s, 0.05, gain) for arm in ("hold", "hold-price", "ff-clamp") for s in (0, 1)]
+        rows += [run(name, arm, s, kl) for arm, kl in (("static", 0.5), ("ziegler", 0.03)) for s in (0, 1)]
+    rows += [run("vowels", "static", 2, 0.9)]
+    lines = {line.strip("| ").split(" | ")[0]: line.strip("|").split(" | ")[1:] for line in tables.beside(rows, "tiny")}
+    found = {rule: [cell.strip() for cell in shown] for rule, shown in lines.items()}
+    gains = ["90 ± 0", "120 ± 0"]
+    assert found["`Hold` and the clamp"] == ["8", "1.00, 1.00", "1.10", "1.00 to 1.00", "4 of 4", "2.0", *gains]
+    assert found["`Hold`, no clamp"][-2:] == gains
+    far = ["8", "10.00, 10.00", "11.00", "10.00 to 10.00", "0 of 4", "", "", ""]
+    assert found["constant price of 0.04, no clamp"] == far
+    assert found["Ziegler's rule, usual settings, no clamp"][-2:] == ["100 ± 0", "100 ± 0"]
+    assert "computed price, constant, no clamp" not in found, "it was not run"
+
+
+def test_runs_without_a_signal_to_learn_from_are_no_slow_ones(tables: Any) -> None:
+    def run(model: str, name: str, arm: str, kl: float) -> dict[str, Any]:
+        told = {"model": model, "rate": 1, "reward_name": name, "arm": arm, "seed": 0, "kl": [kl] * 60}
+        return {**told, "spread": [1.0] * 60, "signal": [1.0] * 60, "beta": [0.4] * 60}
+
+    rows: list[dict[str, Any]] = [{"model": m, "price": 0.325} for m in ("tiny", "smollm2")]
+    rows += [
+        run(m, *x) for m in ("tiny", "smollm2") for arm in ("hold", "hold-price") for x in (("vowels", arm, 0.01),)
+    ]
+    rows += [run("tiny", "noise", "hold", 0.04)]
+    lines = tables.slow(rows)
+    assert lines[2] == "| tiny | `hold` | 1 | 1 | 0.20 | 0.20 to 0.20 | 0.80 to 0.80 |"
+    assert len(lines) == 6
 
 
 def test_the_usual_spread_is_that_of_hold(tables: Any) -> None:

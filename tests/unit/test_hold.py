@@ -7,7 +7,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -827,7 +827,11 @@ def test_a_state_of_an_earlier_law_is_refused_with_the_way_on() -> None:
 
 @pytest.mark.parametrize(
     ("changed", "said"),
-    [({"law": 10}, "Hold is of law 10"), ({"law": None}, "Hold is of a version that did not note its law"), ({}, "")],
+    [
+        ({"law": 10}, "of Hold was written under law 10."),
+        ({"law": None}, "by a version that did not note its law."),
+        ({}, ""),
+    ],
 )
 def test_a_state_of_the_law_before_says_so_and_goes_on(
     caplog: pytest.LogCaptureFixture, changed: dict[str, Any], said: str
@@ -840,6 +844,32 @@ def test_a_state_of_the_law_before_says_so_and_goes_on(
     assert control.from_dict(json.loads(json.dumps(saved))).state == control.state
     assert said in caplog.text
     assert bool(caplog.records) == bool(said)
+
+
+@pytest.mark.parametrize("law", ["eleven", None, [11], -3, math.nan])
+def test_a_law_that_is_no_number_is_damage(law: object) -> None:
+    saved = Hold(0.05, "token").init().to_dict()
+    with pytest.raises(ConfigError, match=r"HoldState\.law.*damaged"):
+        State.from_dict({**saved, "law": law})
+
+
+def test_a_kind_of_state_keeps_its_law_whatever_is_made_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(State, "kinds", dict(State.kinds))
+
+    @dataclass(frozen=True, slots=True)
+    class Slotted(State, law=3):
+        more: float = 1.0
+
+    @dataclass(frozen=True)
+    class Named(State):
+        law: float = 0.5  # type: ignore[misc]
+
+    class Derived(HoldState):
+        pass
+
+    assert (Slotted.law, Derived.law, State.law) == (3, HoldState.law, 0)
+    for state in (Slotted(0.1), Named(0.1, law=0.7)):
+        assert State.from_dict(state.to_dict()) == state
 
 
 def test_the_law_fits_on_a_page() -> None:

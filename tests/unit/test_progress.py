@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -94,3 +97,21 @@ def test_the_bar_of_a_narrow_terminal_keeps_its_count_and_times(
     last = last_line(capsys.readouterr().err, "20/900")
     assert len(last) <= columns
     assert re.search(r"20/900 .*exponential.* \d:\d\d:\d\d (\d|-):(\d\d|--):(\d\d|--)$", last), last
+
+
+def test_a_run_shows_its_alarms_itself_and_leaves_other_warnings_to_logging() -> None:
+    """As at a command line, where nobody has set up logging: a warning goes to stderr, an alarm's copy does not."""
+    code = """
+import logging
+from klamp.progress import Display
+from klamp.rounding_floor import warn_near_floor
+Display(5)
+logging.getLogger("klamp.monitor").warning("an alarm")
+warn_near_floor(0.001, "token", 0.002)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "klamp: the target 0.001 is less than 5 times the floor" in done.stderr
+    assert "an alarm" not in done.stderr
+    env = {**os.environ, "RANK": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    assert "floor" not in done.stderr, "the first process says it"

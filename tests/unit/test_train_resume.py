@@ -77,7 +77,7 @@ def test_a_run_says_when_hold_follows_another_law_than_the_one_it_was_saved_unde
 ) -> None:
     monkeypatch.setattr(HoldState, "law", law)
     assert main(["train", "--resume", str(run), "--steps", "3"]) == 0
-    assert ("which goes on from the old price" in caplog.text) == said
+    assert ("continues from the saved price" in caplog.text) == said
 
 
 def of_an_earlier_law(run: Path, fields: dict[str, float]) -> None:

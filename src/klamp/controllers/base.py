@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from klamp.errors import ConfigError, require_number, require_ranges, shown
+from klamp.errors import ConfigError, require_number, require_ranges, shown, warn
 from klamp.masked import Unit, check_unit
 from klamp.strict_json import from_plain
 
@@ -48,8 +48,9 @@ class State:
     law: ClassVar[int] = 0
     """Counted up when the rule gives other prices than before, so that a state from before can say so."""
 
-    def __init_subclass__(cls, law: int = 0) -> None:
-        cls.law = law
+    def __init_subclass__(cls, law: int | None = None) -> None:
+        if law is not None:
+            cls.law = law
         State.kinds[cls.__name__] = cls
 
     def retargeted(self, old: float, new: float) -> State:
@@ -85,7 +86,7 @@ class State:
     def from_dict(saved: Mapping[str, Any]) -> State:
         """The state that :meth:`to_dict` wrote, of the class that wrote it.
 
-        Where the rule has changed since, the logger ``klamp.controllers`` says so.
+        Where the rule has changed since, the logger ``klamp.controllers.base`` says so.
 
         Args:
             saved: what :meth:`to_dict` returned.
@@ -100,7 +101,7 @@ class State:
         name = saved.get("kind", "State")
         kind = State.kinds.get(name) if isinstance(name, str) else None
         names = {f.name for f in fields(kind)} if kind else set()
-        given = {k: v for k, v in saved.items() if k not in ("kind", "law")}
+        given = {k: v for k, v in saved.items() if k != "kind" and (k != "law" or k in names)}
         if name == "HoldState" and set(given) != names and {f.name for f in fields(State)} <= set(given):
             raise ConfigError(
                 "a saved controller state is of an earlier law of Hold, which this version does not go on from. Its "
@@ -116,10 +117,9 @@ class State:
         state = from_plain(kind, given)
         way_out = "The saved state is damaged; start the controller anew with init()."
         require_ranges(kind.__name__, state, kind.sane, way_out=way_out)
-        if (law := saved.get("law", 0)) != kind.law:
-            was = f"law {shown(law)}" if law else "a version that did not note its law"
-            now = f"this version has law {kind.law}, which goes on from the old price, {state.beta:.4g}"
-            logger.warning("klamp: the saved state of %s is of %s; %s", name.removesuffix("State"), was, now)
+        if "law" not in names:
+            law = require_number(f"{kind.__name__}.law", saved.get("law", 0), at_least=0, way_out=way_out)
+            _note_law(state, law)
         return state
 
     def to_json(self) -> str:
@@ -145,6 +145,19 @@ class State:
         except (ValueError, TypeError, RecursionError) as error:
             raise ConfigError(f"a saved controller state is not JSON ({error}). Start anew with init().") from None
         return State.from_dict(saved)
+
+
+def _note_law(state: State, law: float) -> None:
+    """Say so where a saved ``state`` is of another ``law`` than its kind follows now."""
+    if law == state.law:
+        return
+    warn(
+        logger,
+        "the saved state of %s was written %s. This version uses law %d and continues from the saved price, %.4g.",
+        type(state).__name__.removesuffix("State") or "State",
+        f"under law {law:g}" if law else "by a version that did not note its law",
+        *(state.law, state.beta),
+    )
 
 
 State.kinds["State"] = State

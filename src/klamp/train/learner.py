@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,10 +19,11 @@ from klamp.clamp_scalers import lora_scaler, snapshot, weights_scaler
 from klamp.control import Control
 from klamp.controllers.hold import HoldState
 from klamp.distributed import settle
+from klamp.errors import warn
 from klamp.masked import sum_count
 from klamp.models.optimizer import optimizer_of, rate_of
 from klamp.models.policy import Policy, ReferenceStates
-from klamp.monitor import Alarm, logger
+from klamp.monitor import Alarm
 from klamp.placements import future_by_position
 from klamp.references import Ema, Periodic, parse
 from klamp.references.cache import ReferenceCache
@@ -42,6 +44,8 @@ from klamp.train.launch import shard_like_policy
 from klamp.train.metrics import Accumulator, Totals, band, clamp_metrics, reward_metrics, sampler_gap
 from klamp.train.rewards import Scored
 from klamp.train.update import Anchors, optimise
+
+logger = logging.getLogger(__name__)
 
 PER_TOKEN = ("kl/ref/exact", "kl/ref/k1", "kl/ref/k3", "kl/sampler/k1", "kl/sampler/k3", "rollout/gap")
 """Means over the counted tokens that every step logs."""
@@ -213,7 +217,8 @@ class Learner:
         if given is not None and isinstance(price, HoldState) and price.computed:
             kept = math.exp(price.log_rho) * price.unit  # what Hold goes on from
             if not math.isclose(given, kept, rel_tol=1e-6):
-                logger.warning(
+                warn(
+                    logger,
                     "the first price %.3g is far from what the rewards' spread and the length give. From the second "
                     "step on Hold starts from %.3g.",
                     *(given, kept),
