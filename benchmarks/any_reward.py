@@ -93,7 +93,7 @@ class Job:
 
 def constant(arm: str) -> bool:
     """Whether a run of this arm is the same whatever Hold does."""
-    return arm.startswith("x ") or arm in OTHERS[:-1]
+    return arm.startswith("x ") or (arm in OTHERS and arm != "ff-clamp")
 
 
 def jobs(model: str, half: str, given: argparse.Namespace) -> Iterator[Job]:

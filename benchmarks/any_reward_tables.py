@@ -180,9 +180,12 @@ def page(rows: Sequence[Row], model: str, arm: str) -> list[str]:
         if own:
             constants = [r for r in runs if r["reward_name"] == name and r["arm"].startswith("x ")]
             judged.append(Judged(name, own, cells(own, constants, made), made, constants))
-    heads = ["| " + " | ".join(COLUMNS[arm]) + " |", "|" + " --- |" * len(COLUMNS[arm])]
-    table = ["| " + " | ".join(j.row()) + " |" for j in judged if j.name != "never"]
-    return [*summary(judged), "", *heads, *table]
+    return [*summary(judged), "", *markdown(COLUMNS[arm], [j.row() for j in judged if j.name != "never"])]
+
+
+def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table, line by line."""
+    return ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads), *("| " + " | ".join(r) + " |" for r in rows)]
 
 
 @dataclass(frozen=True)
@@ -331,11 +334,10 @@ def beside(rows: Sequence[Row], model: str) -> list[str]:
     own = {arm: found for arm, found in own.items() if found}
     shared = set.intersection(*({(r["reward_name"], r["seed"]) for r in found} for found in own.values()))
     names = sorted({name for name, _ in shared} - set(many_rewards.NOTHING))
-    sets: dict[str, dict[str, list[Row]]] = {arm: {name: [] for name in names} for arm in own}
-    for arm, found in own.items():
-        for r in found:
-            if r["reward_name"] in names and (r["reward_name"], r["seed"]) in shared:
-                sets[arm][r["reward_name"]].append(r)
+    sets = {
+        arm: {n: [r for r in found if r["reward_name"] == n and (n, r["seed"]) in shared] for n in names}
+        for arm, found in own.items()
+    }
 
     def gain_of(arm: str, name: str) -> float | None:
         constants = [r for r in runs if r["reward_name"] == name and r["arm"].startswith("x ")]
@@ -347,7 +349,7 @@ def beside(rows: Sequence[Row], model: str) -> list[str]:
     dense, sparse = ([n for n in common if (_mostly_silent(made, n)) == silent] for silent in (False, True))
     heads = ("rule", "runs", "highest", "fresh", "late KL", "within 20 %", "effort %")
     heads += (f"gain %, {len(dense)} dense rewards", f"gain %, {len(sparse)} sparse ones")
-    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    lines = []
     for arm, by_name in sets.items():
         each = [r for found in by_name.values() for r in found]
         settled = [round(fmean(late(r["kl"]) for r in found) / TARGET, 2) for found in by_name.values()]
@@ -361,8 +363,8 @@ def beside(rows: Sequence[Row], model: str) -> list[str]:
             f"{100 * max(fmean(r['effort']) for r in each):.1f}" if arm in ("hold", "ff-clamp") else "",
             *(_mean_gain([gains[arm][n] for n in part]) for part in (dense, sparse)),
         )
-        lines.append("| " + " | ".join(shown) + " |")
-    return lines
+        lines.append(shown)
+    return markdown(heads, lines)
 
 
 def _mostly_silent(made: Row, name: str) -> bool:
@@ -381,7 +383,7 @@ def _mean_gain(gains: Sequence[float | None]) -> str:
 def slow(rows: Sequence[Row]) -> list[str]:
     """``Hold`` at a tenth of the usual learning rate, as a Markdown table: a line for each model and arm."""
     heads = ("model", "arm", "rewards", "runs", "highest KL", "late KL", "price over the computed one")
-    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    lines = []
     for model in ("tiny", "smollm2"):
         made = next(r for r in rows if r["model"] == model and "price" in r)
         for arm in ("hold", "hold-price"):
@@ -398,14 +400,13 @@ def slow(rows: Sequence[Row]) -> list[str]:
                 f"{min(settled):.2f} to {max(settled):.2f}",
                 f"{min(low):.2f} to {max(high):.2f}",
             )
-            lines.append("| " + " | ".join(shown) + " |")
-    return lines
+            lines.append(shown)
+    return markdown(heads, lines)
 
 
 def rewards() -> list[str]:
     """What each reward is, as a Markdown table."""
-    rows = [f"| {name} | {what} |" for name, what in sorted(many_rewards.WHAT.items())]
-    return ["| reward | what it is |", "| --- | --- |", *rows]
+    return markdown(("reward", "what it is"), sorted(many_rewards.WHAT.items()))
 
 
 HEADINGS = (

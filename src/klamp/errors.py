@@ -247,9 +247,14 @@ def disk_errno(error: BaseException) -> int | None:
     return number if number in DISK else None
 
 
+def first_process() -> bool:
+    """Whether this is the process of a launch that speaks for all of them."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def warn(logger: logging.Logger, message: str, *values: object) -> None:
     """A warning that all processes of a launch come to, and the first one gives."""
-    if os.environ.get("RANK", "0") == "0":
+    if first_process():
         logger.warning(f"klamp: {message}", *values)
 
 

@@ -150,9 +150,7 @@ def test_runs_without_a_signal_to_learn_from_are_no_slow_ones(tables: Any) -> No
         return {**told, "spread": [1.0] * 60, "signal": [1.0] * 60, "beta": [0.4] * 60}
 
     rows: list[dict[str, Any]] = [{"model": m, "price": 0.325} for m in ("tiny", "smollm2")]
-    rows += [
-        run(m, *x) for m in ("tiny", "smollm2") for arm in ("hold", "hold-price") for x in (("vowels", arm, 0.01),)
-    ]
+    rows += [run(m, "vowels", arm, 0.01) for m in ("tiny", "smollm2") for arm in ("hold", "hold-price")]
     rows += [run("tiny", "noise", "hold", 0.04)]
     lines = tables.slow(rows)
     assert lines[2] == "| tiny | `hold` | 1 | 1 | 0.20 | 0.20 to 0.20 | 0.80 to 0.80 |"

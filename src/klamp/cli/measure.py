@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from klamp.errors import ConfigError
+from klamp.errors import ConfigError, first_process
 from klamp.progress import Lines
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ def _measure(
     asked = sides(policy, reference, prompts)
     folder = asked.out() if out is None else Path(out)
     given = None if completions is None else _completions(completions)
-    main = int(os.environ.get("RANK", "0")) == 0
+    main = first_process()
     if main:
         print(f"{asked.policy} against {asked.reference}, {len(asked.prompts)} prompts", file=sys.stderr)
     with _progress() as progress:
@@ -139,7 +138,7 @@ def _completions(path: str) -> list[str]:
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[int, int], None] | None]:
     """A progress bar in a terminal, a line now and then elsewhere; nothing from processes other than the first."""
-    if os.environ.get("RANK", "0") != "0":
+    if not first_process():
         yield None
         return
     if not sys.stderr.isatty():

